@@ -1,0 +1,1 @@
+"""Support tokens: stability margins of causal self-attention."""
