@@ -1,0 +1,81 @@
+"""Where the embeddings enter a causal language model: the one site that law, noise and analysis share."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from support_tokens.errors import UnsupportedModelError
+
+__all__ = ["decoder_blocks", "hook_embeddings"]
+
+
+def decoder_blocks(model: nn.Module) -> nn.ModuleList:
+    r"""The residual blocks of a causal language model, in order of depth.
+
+    They are the one `ModuleList` whose length is the configuration's number of layers; wrappers (PEFT, DDP,
+    `torch.compile`) are seen through, since only names change under them.
+
+    Args:
+        model: A causal language model of transformers, wrapped or not.
+
+    Returns:
+        The list of blocks; block 0 reads the embeddings $x$.
+
+    Raises:
+        UnsupportedModelError: No list of modules, or more than one, has that length.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
+        >>> len(decoder_blocks(model))
+        2
+    """
+    config = next((c for m in model.modules() if (c := getattr(m, "config", None)) is not None), None)
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    depth = getattr(config, "num_hidden_layers", None)
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {len(found)} lists of {depth} modules where exactly one list of decoder blocks, "
+            "as long as config.num_hidden_layers, is required; pass a causal language model of transformers."
+        )
+    return found[0]
+
+
+def hook_embeddings(model: nn.Module, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    r"""Calls `function(x)` on the embeddings $x$ `(B, T, D)` that enter the first block, in every forward pass.
+
+    A tensor that `function` returns takes the place of $x$ (additive noise, say); None leaves it as it is.
+
+    Args:
+        model: A causal language model of transformers.
+        function: Receives $x$, returns a tensor of the same shape or None.
+
+    Returns:
+        A handle; its `remove()` takes the hook away.
+
+    Example:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
+        >>> seen = []
+        >>> handle = hook_embeddings(model, lambda x: seen.append(tuple(x.shape)))
+        >>> _ = model(torch.zeros(1, 4, dtype=torch.long))
+        >>> handle.remove()
+        >>> seen
+        [(1, 4, 8)]
+    """
+
+    def before(_block: nn.Module, args: tuple, kwargs: dict):
+        positional = bool(args)
+        x = args[0] if positional else kwargs["hidden_states"]
+        replaced = function(x)
+        if replaced is None:
+            return None
+        if positional:
+            return (replaced, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": replaced}
+
+    return decoder_blocks(model)[0].register_forward_pre_hook(before, with_kwargs=True)
