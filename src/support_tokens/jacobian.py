@@ -1,0 +1,226 @@
+r"""Diagonal Jacobian blocks $D_t = \partial \mu_t / \partial x_t$ of attention, dense or in the smaller space that has the same determinant.
+
+With $C_t$ the derivative of the concatenated head outputs with respect to the normed embedding,
+
+$$ D_t = P_t W_O\, C_t\, N_t, \qquad
+   C^h_t = s\,\mathrm{Cov}(v,k)\,L^q_t W_Q^h + \alpha_{tt}\big[(v_t - \mu_t)\,(s\,\phi'_{tt}\,q_t^T L^k_t W_K^g) + W_V^g\big], $$
+
+$s$ the scale, $L_t$ rotation times QK norm. By Sylvester $\det(I_D \mp P_t W_O C_t N_t) = \det(I_K \mp C_t N_t P_t W_O)$ with
+$K = H R_v$; for identity values and a strict mask the determinant is $R \times R$. Both norms change a position only by a
+scalar and a rank of one, so the products of weights with weights are formed once and shared by all positions.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from support_tokens.attention import AttentionState, NormJacobian, Projection, Rows, take
+from support_tokens.moments import Moments, moments
+
+__all__ = ["JacobianBlocks"]
+
+
+@dataclass(frozen=True)
+class _RightFactor:
+    r"""A matrix of every position, $E_t = c_t (E_0 + U_t V_t^T)$, of shape `(D, K)`, with $E_0$ shared by all positions.
+
+    `shared` maps weights `(..., D)` to `(..., K)` by $E_0$; it is a tensor, or None for the identity.
+    """
+
+    shared: Tensor | None
+    scalar: Tensor | None  # (B, n, 1)
+    left: Tensor | None  # U_t: (B, n, D, r)
+    right: Tensor | None  # V_t: (B, n, K, r)
+
+    def after(self, rows_of: Tensor) -> Tensor:
+        """W E_0 for weights `(..., D)`."""
+        return rows_of if self.shared is None else rows_of @ self.shared
+
+
+class JacobianBlocks:
+    r"""Builder of the blocks of one attention state; what all positions share is computed once, on first use.
+
+    Args:
+        state: What a layer did to a batch.
+
+    Example:
+        >>> from support_tokens.attention import state_from_weights
+        >>> x, w = torch.randn(2, 5, 4), torch.randn(1, 3, 4)
+        >>> blocks = JacobianBlocks(state_from_weights(x, w, w))
+        >>> blocks.dense(slice(0, 5)).shape, blocks.reduced(slice(0, 5)).shape
+        (torch.Size([2, 5, 4, 4]), torch.Size([2, 5, 3, 3]))
+    """
+
+    def __init__(self, state: AttentionState) -> None:
+        self.state = state
+
+    @property
+    def reduced_width(self) -> int:
+        """K, the side of the smallest matrix whose determinant is that of the D x D block."""
+        if self.state.output is None:
+            return self.state.to_query.weight.shape[1] if self.state.strict else self.state.width
+        return min(self.state.heads * self.state.value.shape[-1], self.state.width)
+
+    def dense(self, rows: Rows) -> Tensor:
+        r"""$D_t$ at positions `rows`, `(B, n, D, D)`; zero where the position is padding."""
+        state = self.state
+        norm = state.input_norm and state.input_norm.at(rows)
+        inner = self._head_rows(rows, moments(state, rows), _norm_factor(norm, state.width), self._weights_dense)
+        if state.output is not None:
+            inner = state.output.transpose(0, 1).flatten(1) @ inner
+        if state.output_norm is not None:
+            inner = _norm_from_left(state.output_norm.at(rows), inner)
+        return self._masked(inner, rows)
+
+    def reduced(self, rows: Rows) -> Tensor:
+        r"""A matrix $M_t$, `(B, n, K, K)`, with $\det(I_K \mp M_t) = \det(I_D \mp D_t)$ and K = `reduced_width`."""
+        state = self.state
+        if state.output is None and state.strict:
+            covariance = moments(self._queries_as_values, rows).covariance
+            return self._masked(state.scale * covariance[:, 0], rows)  # type: ignore[index]
+        if state.output is None or self.reduced_width < state.heads * state.value.shape[-1]:
+            return self.dense(rows)
+        return self._masked(
+            self._head_rows(rows, moments(state, rows), self._output_factor(rows), self._weights_reduced), rows
+        )
+
+    @cached_property
+    def _queries_as_values(self) -> AttentionState:
+        # Cov(x, k) W_Q has the non-zero spectrum of W_Q Cov(x, k) = Cov(W_Q x, k): the values become the queries of all keys.
+        return replace(self.state, value=self.state.query)
+
+    @cached_property
+    def _weights_dense(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        state = self.state
+        factor = state.input_norm.shared_transposed if state.input_norm is not None else lambda w: w
+        if state.to_value is None:
+            values = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device).unsqueeze(0)
+        else:
+            values = factor(state.to_value.weight)
+        return factor(state.to_query.weight), factor(state.to_key.weight), values
+
+    @cached_property
+    def _output_shared(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W_O as `(D, K)`, the same behind the shared part of the output norm, and both behind that of the input norm."""
+        state = self.state
+        output = state.output.transpose(0, 1).flatten(1)  # type: ignore[union-attr]
+        normed = output if state.output_norm is None else state.output_norm.shared(output)
+        both = normed if state.input_norm is None else state.input_norm.shared(normed)
+        return output, normed, both
+
+    @cached_property
+    def _weights_reduced(self) -> tuple[Tensor, Tensor, Tensor]:
+        both = self._output_shared[2]
+        state = self.state
+        return state.to_query.weight @ both, state.to_key.weight @ both, state.to_value.weight @ both  # type: ignore[union-attr]
+
+    def _output_factor(self, rows: Rows) -> _RightFactor:
+        r"""$N_t P_t W_O$ as shared matrix plus a rank of at most two."""
+        state = self.state
+        output, normed, both = self._output_shared
+        left, right, scalar = [], [], None
+        if state.input_norm is not None:
+            norm = state.input_norm.at(rows)
+            left.append(-norm.gain * norm.direction / state.width)
+            right.append(norm.direction @ normed)
+            scalar = norm.inverse_scale
+        if state.output_norm is not None:
+            # N (F - u f^T), with u f^T the rank-one part of the output norm: its column u passes the input norm too.
+            post = state.output_norm.at(rows)
+            column = -post.gain * post.direction / state.width
+            if state.input_norm is not None:
+                norm = state.input_norm.at(rows)
+                projected = column - column.mean(-1, keepdim=True) if norm.centered else column
+                along = (norm.direction * column).sum(-1, keepdim=True) / state.width
+                column = norm.gain * (projected - norm.direction * along)
+            left.append(column)
+            right.append(post.direction @ output)
+            scalar = post.inverse_scale if scalar is None else scalar * post.inverse_scale
+        stack = lambda parts: torch.stack(parts, dim=-1) if parts else None  # noqa: E731
+        return _RightFactor(both, scalar, stack(left), stack(right))
+
+    def _head_rows(self, rows: Rows, m: Moments, factor: _RightFactor, weights: tuple) -> Tensor:
+        r"""$C_t E_t$ for all heads, `(B, n, H Rv, K)`; `weights` are $W_Q E_0$, $W_K E_0$, $W_V E_0$."""
+        state = self.state
+        query_e, key_e, value_e = weights
+        batch, heads, count, value_width = m.mean.shape
+        repeat = heads // state.key.shape[1]
+        by_query = state.scale * m.covariance  # type: ignore[operator]
+        out, by_weight = _through(by_query, state.to_query.at(rows), query_e, factor)
+        if not state.strict:
+            to_key = state.to_key.at(rows)
+            query = take(state.query, rows, 2) * state.scale  # type: ignore[operator]
+            if m.self_slope is not None:
+                query = query * m.self_slope.unsqueeze(-1)
+            per_kv = query.reshape(batch, -1, repeat, count, query.shape[-1]).transpose(2, 3)  # (B, G, n, H/G, R)
+            by_key, key_weight = _through(per_kv, to_key, key_e, factor)
+            regroup = lambda t: t.transpose(2, 3).reshape(batch, heads, count, -1)  # noqa: E731
+            offset = state.key.shape[2] - state.length
+            own_value = take(state.value[:, :, offset:], rows, 2).repeat_interleave(repeat, dim=1)  # type: ignore[union-attr]
+            deviation = m.self_weight.unsqueeze(-1) * (own_value - m.mean)  # type: ignore[union-attr]
+            out = out + deviation.unsqueeze(-1) * regroup(by_key).unsqueeze(-2)
+            own = m.self_weight[..., None, None]  # type: ignore[index]
+            out = out + own * value_e.repeat_interleave(repeat, dim=0)[None, :, None]
+            if factor.left is not None:
+                by_weight = by_weight + deviation.unsqueeze(-1) * regroup(key_weight).unsqueeze(-2)
+                value_weight = torch.einsum("grd,bndk->bgnrk", self._value_weight, factor.left)
+                by_weight = by_weight + own * value_weight.repeat_interleave(repeat, dim=1)
+        if factor.left is not None:
+            out = out + by_weight @ factor.right.transpose(-1, -2).unsqueeze(1)  # type: ignore[union-attr]
+        out = out.transpose(1, 2).reshape(batch, count, heads * value_width, -1)
+        return out if factor.scalar is None else out * factor.scalar.unsqueeze(-1)
+
+    @property
+    def _value_weight(self) -> Tensor:
+        if self.state.to_value is None:
+            return torch.eye(self.state.width, dtype=self.state.query.dtype, device=self.state.query.device).unsqueeze(
+                0
+            )
+        return self.state.to_value.weight
+
+    def _masked(self, blocks: Tensor, rows: Rows) -> Tensor:
+        valid = take(self.state.valid, rows, 1)
+        return blocks if valid is None else blocks.masked_fill(~valid[..., None, None], 0.0)
+
+
+def _through(heads_rows: Tensor, to: Projection, shared: Tensor, factor: _RightFactor) -> tuple[Tensor, Tensor | None]:
+    r"""Row vectors `(B, H, n, m, R)` times $L_t W E_0$, `(B, H, n, m, K)`, and times $L_t W U_t$, `(B, H, n, m, r)`."""
+    weight = to.weight
+    rows = heads_rows if to.rotation is None else to.rotation.transpose(heads_rows)
+    pulled = None if factor.left is None else torch.einsum("hrd,bndk->bhnrk", weight, factor.left)
+    if to.norm is None:
+        return torch.einsum("bhnmr,hrk->bhnmk", rows, shared), None if pulled is None else rows @ pulled
+    norm = to.norm
+    heads, width = weight.shape[:2]
+    if norm.per_head:
+        direction = norm.direction.transpose(1, 2)  # (B, H, n, R)
+        rows = norm.shared_transposed(rows) * norm.inverse_scale.transpose(1, 2).unsqueeze(-1)
+        rows = rows - (rows @ direction.unsqueeze(-1)) * direction.unsqueeze(-2) / width
+        return torch.einsum("bhnmr,hrk->bhnmk", rows, shared), None if pulled is None else rows @ pulled
+    # A norm over all heads at once ties them: its rank of one reads every head's projection.
+    rows = rows * norm.gain.reshape(heads, 1, 1, width) * norm.inverse_scale[:, None, :, :, None]
+    direction = norm.direction.unflatten(-1, (heads, width)).transpose(1, 2)  # (B, H, n, R)
+    along = (rows @ direction.unsqueeze(-1)) / (heads * width)  # (B, H, n, m, 1)
+    direct = torch.einsum("bhnmr,hrk->bhnmk", rows, shared)
+    direct = direct - along * torch.einsum("bhnr,hrk->bnk", direction, shared)[:, None, :, None]
+    if pulled is None:
+        return direct, None
+    return direct, rows @ pulled - along * torch.einsum("bhnr,bhnrk->bnk", direction, pulled)[:, None, :, None]
+
+
+def _norm_factor(norm: NormJacobian | None, width: int) -> _RightFactor:
+    if norm is None:
+        return _RightFactor(None, None, None, None)
+    left = (-norm.gain * norm.direction / width).unsqueeze(-1)
+    return _RightFactor(None, norm.inverse_scale, left, norm.direction.unsqueeze(-1))
+
+
+def _norm_from_left(norm: NormJacobian, blocks: Tensor) -> Tensor:
+    """N times blocks `(B, n, D, K)`."""
+    direction = norm.direction
+    along = (direction.unsqueeze(-2) @ blocks) / direction.shape[-1]
+    if norm.centered:
+        blocks = blocks - blocks.mean(-2, keepdim=True)
+    return norm.gain.unsqueeze(-1) * (blocks - direction.unsqueeze(-1) * along) * norm.inverse_scale.unsqueeze(-1)

@@ -1,0 +1,118 @@
+r"""Causal attention weights and the moments they define, for chosen query positions only.
+
+$$ \mu^h_t = \sum_s \alpha^h_{ts} v_s, \qquad
+   \mathrm{Cov}_{\alpha^h_t}(v, k) = \sum_s \alpha^h_{ts} (v_s - \mu^h_t)\,\phi'_{ts}\,k_s^T, $$
+
+with $\phi'$ the slope of the logit soft-cap (1 without one). Memory is that of one chunk of positions.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from support_tokens.attention import AttentionState, Rows, take
+
+__all__ = ["Moments", "moments"]
+
+
+class Moments(NamedTuple):
+    r"""Moments of the attended values and keys at n positions.
+
+    Args:
+        mean: $\mu^h_t$, `(B, H, n, Rv)`.
+        covariance: $\mathrm{Cov}(v, k)$, `(B, H, n, Rv, R)`; None unless asked for.
+        self_weight: $\alpha_{tt}$, `(B, H, n)`; None under a strict mask.
+        self_slope: $\phi'_{tt}$, `(B, H, n)`; None under a strict mask or without soft-cap.
+    """
+
+    mean: Tensor
+    covariance: Tensor | None
+    self_weight: Tensor | None
+    self_slope: Tensor | None
+
+
+def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Moments:
+    """Mean, (value, key) covariance and self-weights of `state` at query positions `rows`.
+
+    A row with no key has mean and covariance zero. Cost: O(n S Rv R) operations and O(S Rv R + n S) memory a head.
+
+    Args:
+        state: What a layer did to a batch.
+        rows: Positions, a slice or indices `(B, n)`.
+        covariance: Whether the covariance is wanted.
+
+    Example:
+        >>> from support_tokens.attention import state_from_weights
+        >>> x, w = torch.randn(2, 5, 4), torch.randn(1, 3, 4)
+        >>> moments(state_from_weights(x, w, w), slice(0, 5)).covariance.shape
+        torch.Size([2, 1, 5, 4, 3])
+    """
+    offset = state.key.shape[2] - state.length
+    # A slice of positions never looks past its own end: the keys behind it need not be touched.
+    keys = rows.stop + offset if isinstance(rows, slice) else state.key.shape[2]
+    key, value = state.key[:, :, :keys], state.value[:, :, :keys]
+    batch, groups = key.shape[:2]
+    query = take(state.query, rows, 2)
+    heads, count = query.shape[1], query.shape[2]  # type: ignore[union-attr]
+    stacked = query.reshape(batch, groups, heads // groups * count, -1)  # type: ignore[union-attr]
+
+    logits = (state.scale * stacked @ key.transpose(-1, -2)).reshape(batch, heads, count, keys)
+    slope = None
+    if state.softcap is not None:
+        squashed = torch.tanh(logits / state.softcap)
+        logits, slope = state.softcap * squashed, 1 - squashed.square()
+    weights = _softmax(logits, state.allowed_rows(rows, keys), state.sinks)
+
+    # Covariance does not change under shifts of values, nor of keys where the weights alone multiply them. Shifting by a
+    # constant near the mean keeps the difference E[vk] - E[v]E[k] accurate in float32; the shift carries no gradient.
+    shift_value = _shift(value, weights) if state.sinks is None else None
+    shift_key = _shift(key, weights) if state.sinks is None and slope is None else None
+    centred_value = value if shift_value is None else value - shift_value
+    centred_key = key if shift_key is None else key - shift_key
+
+    by_group = lambda w: w.reshape(batch, groups, -1, keys)  # noqa: E731
+    centred_mean = (by_group(weights) @ centred_value).reshape(batch, heads, count, -1)
+    total = weights.sum(-1, keepdim=True)
+    mean = centred_mean
+    if shift_value is not None:
+        mean = centred_mean + total * shift_value.repeat_interleave(heads // groups, dim=1)
+
+    joint = None
+    if covariance:
+        tilted = weights if slope is None else weights * slope
+        outer = (centred_value.unsqueeze(-1) * centred_key.unsqueeze(-2)).flatten(-2)
+        second = (by_group(tilted) @ outer).reshape(batch, heads, count, value.shape[-1], key.shape[-1])
+        tilted_key = (by_group(tilted) @ centred_key).reshape(batch, heads, count, -1)
+        joint = second - centred_mean.unsqueeze(-1) * tilted_key.unsqueeze(-2)
+    if state.strict:
+        return Moments(mean, joint, None, None)
+    own = _own_key(state, rows, offset)
+    pick = lambda w: w.gather(-1, own.expand(batch, heads, count, 1)).squeeze(-1)  # noqa: E731
+    return Moments(mean, joint, pick(weights), None if slope is None else pick(slope))
+
+
+def _softmax(logits: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over allowed keys; a row with none gets zeros, with a zero gradient rather than NaN."""
+    allowed = allowed.expand_as(logits)
+    logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+    if sinks is None:
+        weights = torch.softmax(logits, dim=-1)
+    else:
+        column = sinks.to(logits.dtype).reshape(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((logits, column), dim=-1), dim=-1)[..., :-1]
+    return weights.masked_fill(~allowed, 0.0)
+
+
+def _shift(tensor: Tensor, weights: Tensor) -> Tensor:
+    """A constant near the attended mean, one a sequence and key/value head: `(B, G, 1, R)`, without gradient."""
+    with torch.no_grad():
+        batch, groups, keys, _ = tensor.shape
+        mass = weights.reshape(batch, groups, -1, keys).sum(-2, keepdim=True)
+        return (mass @ tensor) / mass.sum(-1, keepdim=True).clamp_min(torch.finfo(tensor.dtype).tiny)
+
+
+def _own_key(state: AttentionState, rows: Rows, offset: int) -> Tensor:
+    if isinstance(rows, slice):
+        return torch.arange(rows.start, rows.stop, device=state.query.device).reshape(1, 1, -1, 1) + offset
+    return rows[:, None, :, None] + offset
