@@ -14,8 +14,8 @@ PACKAGE = ROOT / "src" / "support_tokens"
 SPAN = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\s*\\(?P<open>[(\[])(?P<tex>.*?)\\[)\]]\s*</(?P=tag)>', re.DOTALL
 )
-# What the converter has no sign for, said in what it has.
-SAID_OTHERWISE = {r"\lvert": "|", r"\rvert": "|", r"\mathrm{tr}": r"\operatorname{tr}", r"\det": r"\operatorname{det}"}
+# The converter sets names of functions like products of letters, or far from their argument.
+FUNCTION = re.compile(r"\\(log|det|exp|tanh)(?![a-zA-Z_^])|\\(?:mathrm|operatorname)\{([A-Za-z]{2,})\}(?!_|\^)")
 
 
 def modules() -> list[str]:
@@ -54,9 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def mathml(match: re.Match[str]) -> str:
     """One formula as MathML, with its source as the text that a reader without MathML sees on hovering."""
     tex = html.unescape(match["tex"]).strip()
-    said = tex
-    for old, new in SAID_OTHERWISE.items():
-        said = said.replace(old, new)
+    said = FUNCTION.sub(lambda name: rf"\text{{{name[1] or name[2]}}}\,", tex)
     block = match["open"] == "["
     try:
         formula = convert(said, display="block" if block else "inline")
