@@ -4,11 +4,13 @@ A position enters attention through three linearised maps, its query, key and va
 
 $$ \frac{\partial q_t}{\partial x_t} = \mathrm{Rot}_t\, N^q_t\, W_Q\, N_t, $$
 
-with $N_t$ the Jacobian of the norm before attention, $N^q_t$ the one of the QK norm and $\mathrm{Rot}_t$ the rotation of
-position $t$; each factor may be absent. What leaves attention passes $P_t W_O$, with $P_t$ the Jacobian of a norm after it.
+with $N_t$ the Jacobian of the norm before attention, $N^q_t$ the one of the QK norm and $\mathrm{Rot}_t$ the rotation
+of position $t$; each factor may be absent. What leaves attention passes $P_t W_O$, with $P_t$ the Jacobian of a norm
+after it.
 """
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -21,6 +23,10 @@ Rows = slice | Tensor
 """Query positions: a slice with explicit bounds, or indices `(B, n)` that may differ between sequences."""
 
 
+@overload
+def take(tensor: Tensor, rows: Rows, dim: int) -> Tensor: ...
+@overload
+def take(tensor: None, rows: Rows, dim: int) -> None: ...
 def take(tensor: Tensor | None, rows: Rows, dim: int) -> Tensor | None:
     """The entries of `tensor` at query positions `rows` along `dim`; a batch of one is shared by all sequences."""
     if tensor is None:
@@ -38,13 +44,13 @@ def take(tensor: Tensor | None, rows: Rows, dim: int) -> Tensor | None:
 class NormJacobian:
     r"""Jacobian of a layer norm or RMS norm, $N = s^{-1}\,\mathrm{diag}(\gamma)\,(\Pi - \hat z \hat z^T / n)$.
 
-    Exact with the epsilon inside the root, for both norms: $\Pi$ is the centring projection of a layer norm and the identity
-    for an RMS norm.
+    Exact with the epsilon inside the root, for both norms: $\Pi$ is the centring projection of a layer norm and the
+    identity for an RMS norm.
 
     Args:
         gain: $\gamma$ as it multiplies, `(n,)`.
-        direction: $\hat z$, the normalised vector before gain and bias, `(B, T, n)`, or `(B, T, heads, n)` for a norm that
-            acts on each head apart.
+        direction: $\hat z$, the normalised vector before gain and bias, `(B, T, n)`, or `(B, T, heads, n)` for a norm
+            that acts on each head apart.
         inverse_scale: $1/s$, of the shape of `direction` with a last dimension of 1.
         centered: Whether the norm subtracts the mean (layer norm).
     """
@@ -65,7 +71,7 @@ class NormJacobian:
             self.gain,
             take(self.direction, rows, 1),
             take(self.inverse_scale, rows, 1),
-            self.centered,  # type: ignore[arg-type]
+            self.centered,
         )
 
     def shared(self, matrix: Tensor) -> Tensor:
@@ -81,7 +87,8 @@ class NormJacobian:
 
 @dataclass(frozen=True)
 class Rotation:
-    r"""Rotary position map $\mathrm{Rot}_t$ on the first `cos.shape[-1]` coordinates of a head; the rest pass unchanged.
+    r"""Rotary position map $\mathrm{Rot}_t$ on the first `cos.shape[-1]` coordinates of a head; the rest pass
+    unchanged.
 
     $\mathrm{Rot}_t z = \cos_t \odot z + \sin_t \odot S z$, with $S$ the signed swap of halves (or of neighbours when
     `interleaved`).
@@ -98,7 +105,7 @@ class Rotation:
 
     def at(self, rows: Rows) -> "Rotation":
         """The rotation at query positions `rows` only."""
-        return Rotation(take(self.cos, rows, 1), take(self.sin, rows, 1), self.interleaved)  # type: ignore[arg-type]
+        return Rotation(take(self.cos, rows, 1), take(self.sin, rows, 1), self.interleaved)
 
     def _swap(self, z: Tensor) -> Tensor:
         if self.interleaved:
@@ -107,7 +114,8 @@ class Rotation:
         return torch.cat((-z[..., half:], z[..., :half]), dim=-1)
 
     def transpose(self, z: Tensor) -> Tensor:
-        r"""$\mathrm{Rot}_t^T z$ for `z` of shape `(B, H, n, ..., R)`; row vectors pass through the rotation this way."""
+        r"""$\mathrm{Rot}_t^T z$ for `z` of shape `(B, H, n, ..., R)`; row vectors pass through the rotation this
+        way."""
         width = self.cos.shape[-1]
         shape = (self.cos.shape[0], 1, self.cos.shape[1], *(1,) * (z.dim() - 4), width)
         head, rest = z[..., :width], z[..., width:]
@@ -132,7 +140,8 @@ class Projection:
     def __post_init__(self) -> None:
         if self.norm is not None and self.norm.centered and not self.norm.per_head:
             raise ArgumentError(
-                "norm must act on each head apart or not subtract the mean, received a layer norm over all heads at once; "
+                "norm must act on each head apart or not subtract the mean, received a layer norm over all heads at "
+                "once; "
                 "no family of models uses one, so no formula is offered."
             )
 
@@ -153,7 +162,8 @@ class AttentionState:
         to_query, to_key, to_value: Linearised maps from $x_t$; `to_value` None means identity values (the paper's law).
         output: $W_O$, `(H, D, Rv)`; None for identity values.
         strict: Keys s < t (the paper's law) rather than s <= t (real models).
-        allowed: Further restriction, True where attention may look, `(B or 1, 1 or H, T, S)`: padding, packing, windows.
+        allowed: Further restriction, True where attention may look, `(B or 1, 1 or H, T, S)`: padding, packing,
+            windows.
         valid: True at real tokens, `(B, T)`; None: all are. The block of any other position is the identity.
         softcap: c of $c \tanh(\cdot/c)$ on the logits, None for none.
         sinks: Extra logits `(H,)` that take attention and give no value, None for none.
@@ -219,17 +229,20 @@ def state_from_weights(
     strict: bool = True,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
+    segments: Tensor | None = None,
 ) -> AttentionState:
     r"""The state of plain attention $\mu_t = \sum_h W_O^h \sum_s \alpha^h_{ts} W_V^h x_s$ with the given weights.
 
     Args:
         x: Embeddings, `(B, T, D)`; 16-bit input is taken to float32.
-        w_q, w_k: `(H, R, D)`.
+        w_q: `(H, R, D)`.
+        w_k: `(H, R, D)`.
         w_v: `(H, Rv, D)`, or None with `w_o` None for identity values and one head.
         w_o: `(H, D, Rv)`.
         strict: Mask s < t (True) or s <= t (False).
         scale: Factor of the logits; None: $1/\sqrt R$.
         key_padding_mask: True at padding, `(B, T)`, as in `torch.nn.MultiheadAttention`.
+        segments: Number of the document that each position belongs to, `(B, T)`; documents do not see each other.
 
     Raises:
         ArgumentError: Shapes do not fit, or `scale` is not a positive number.
@@ -244,6 +257,10 @@ def state_from_weights(
     if valid is not None:
         # What stands in a padded position (it may be NaN) must not reach any product, not even times zero.
         x = torch.where(valid.unsqueeze(-1), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    allowed = None if valid is None else valid[:, None, None, :].expand(-1, 1, x.shape[1], -1)
+    if segments is not None:
+        same = (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
+        allowed = same if allowed is None else same & allowed
     project = lambda w: torch.einsum("btd,hrd->bhtr", x, w)  # noqa: E731
     return AttentionState(
         query=project(w_q),
@@ -255,7 +272,7 @@ def state_from_weights(
         to_value=None if w_v is None else Projection(w_v),
         output=w_o,
         strict=strict,
-        allowed=None if valid is None else valid[:, None, None, :].expand(-1, 1, x.shape[1], -1),
+        allowed=allowed,
         valid=valid,
     )
 
@@ -269,7 +286,8 @@ def _checked(x, w_q, w_k, w_v, w_o, scale, key_padding_mask):
     width = x.shape[-1]
     if w_q.dim() != 3 or w_q.shape[-1] != width:
         raise ArgumentError(
-            f"w_q must have shape (H, R, D) with D = {width} as in x, received {_describe(w_q)}; reshape it to one matrix a head."
+            f"w_q must have shape (H, R, D) with D = {width} as in x, received {_describe(w_q)}; reshape it to one "
+            f"matrix a head."
         )
     if w_k.shape != w_q.shape:
         raise ArgumentError(

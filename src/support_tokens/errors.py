@@ -4,6 +4,7 @@ __all__ = [
     "ArgumentError",
     "CaptureError",
     "DataError",
+    "NumericalError",
     "NumericalWarning",
     "RunFolderError",
     "SupportTokensError",
@@ -38,6 +39,10 @@ class CaptureError(SupportTokensError):
 
 class UnsupportedModelError(SupportTokensError):
     """The attention of this model cannot be read exactly."""
+
+
+class NumericalError(SupportTokensError, ArithmeticError):
+    """A computation did not reach its stated accuracy: an iteration did not converge, or all weights of a sampler vanished."""
 
 
 class NumericalWarning(UserWarning):

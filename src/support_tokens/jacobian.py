@@ -1,13 +1,16 @@
-r"""Diagonal Jacobian blocks $D_t = \partial \mu_t / \partial x_t$ of attention, dense or in the smaller space that has the same determinant.
+r"""Diagonal Jacobian blocks $D_t = \partial \mu_t / \partial x_t$ of attention, dense or in the smaller space that has
+the same determinant.
 
 With $C_t$ the derivative of the concatenated head outputs with respect to the normed embedding,
 
 $$ D_t = P_t W_O\, C_t\, N_t, \qquad
-   C^h_t = s\,\mathrm{Cov}(v,k)\,L^q_t W_Q^h + \alpha_{tt}\big[(v_t - \mu_t)\,(s\,\phi'_{tt}\,q_t^T L^k_t W_K^g) + W_V^g\big], $$
+   C^h_t = s\,\mathrm{Cov}(v,k)\,L^q_t W_Q^h + \alpha_{tt}\big[(v_t - \mu_t)\,(s\,\phi'_{tt}\,q_t^T L^k_t W_K^g) +
+   W_V^g\big], $$
 
-$s$ the scale, $L_t$ rotation times QK norm. By Sylvester $\det(I_D \mp P_t W_O C_t N_t) = \det(I_K \mp C_t N_t P_t W_O)$ with
-$K = H R_v$; for identity values and a strict mask the determinant is $R \times R$. Both norms change a position only by a
-scalar and a rank of one, so the products of weights with weights are formed once and shared by all positions.
+$s$ the scale, $L_t$ rotation times QK norm. By Sylvester $\det(I_D \mp P_t W_O C_t N_t) = \det(I_K \mp C_t N_t P_t
+W_O)$ with
+$K = H R_v$; for identity values and a strict mask the determinant is $R \times R$. Both norms change a position only
+by a scalar and a rank of one, so the products of weights with weights are formed once and shared by all positions.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +27,8 @@ __all__ = ["JacobianBlocks"]
 
 @dataclass(frozen=True)
 class _RightFactor:
-    r"""A matrix of every position, $E_t = c_t (E_0 + U_t V_t^T)$, of shape `(D, K)`, with $E_0$ shared by all positions.
+    r"""A matrix of every position, $E_t = c_t (E_0 + U_t V_t^T)$, of shape `(D, K)`, with $E_0$ shared by all
+    positions.
 
     `shared` maps weights `(..., D)` to `(..., K)` by $E_0$; it is a tensor, or None for the identity.
     """
@@ -63,6 +67,25 @@ class JacobianBlocks:
             return self.state.to_query.weight.shape[1] if self.state.strict else self.state.width
         return min(self.state.heads * self.state.value.shape[-1], self.state.width)
 
+    def prepare(self) -> None:
+        """Computes now what all positions share for `reduced`.
+
+        Needed before chunks that are recomputed in the backward pass: what is cached inside of the first of them would
+            be missing
+        from its recomputation.
+        """
+        if self._uses_dense:
+            _ = self._weights_dense
+        elif self.state.output is not None:
+            _ = self._weights_reduced
+
+    @property
+    def _uses_dense(self) -> bool:
+        state = self.state
+        if state.output is None:
+            return not state.strict
+        return self.reduced_width < state.heads * state.value.shape[-1]
+
     def dense(self, rows: Rows) -> Tensor:
         r"""$D_t$ at positions `rows`, `(B, n, D, D)`; zero where the position is padding."""
         state = self.state
@@ -77,18 +100,19 @@ class JacobianBlocks:
     def reduced(self, rows: Rows) -> Tensor:
         r"""A matrix $M_t$, `(B, n, K, K)`, with $\det(I_K \mp M_t) = \det(I_D \mp D_t)$ and K = `reduced_width`."""
         state = self.state
-        if state.output is None and state.strict:
+        if self._uses_dense:
+            return self.dense(rows)
+        if state.output is None:
             covariance = moments(self._queries_as_values, rows).covariance
             return self._masked(state.scale * covariance[:, 0], rows)  # type: ignore[index]
-        if state.output is None or self.reduced_width < state.heads * state.value.shape[-1]:
-            return self.dense(rows)
         return self._masked(
             self._head_rows(rows, moments(state, rows), self._output_factor(rows), self._weights_reduced), rows
         )
 
     @cached_property
     def _queries_as_values(self) -> AttentionState:
-        # Cov(x, k) W_Q has the non-zero spectrum of W_Q Cov(x, k) = Cov(W_Q x, k): the values become the queries of all keys.
+        # Cov(x, k) W_Q has the non-zero spectrum of W_Q Cov(x, k) = Cov(W_Q x, k): the values become the queries of
+        # all keys.
         return replace(self.state, value=self.state.query)
 
     @cached_property
@@ -103,7 +127,8 @@ class JacobianBlocks:
 
     @cached_property
     def _output_shared(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W_O as `(D, K)`, the same behind the shared part of the output norm, and both behind that of the input norm."""
+        """W_O as `(D, K)`, the same behind the shared part of the output norm, and both behind that of the input
+        norm."""
         state = self.state
         output = state.output.transpose(0, 1).flatten(1)  # type: ignore[union-attr]
         normed = output if state.output_norm is None else state.output_norm.shared(output)

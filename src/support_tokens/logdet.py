@@ -1,9 +1,11 @@
 r"""Sign and log-determinant with a gradient that is safe at the boundary, and the distance to it.
 
-Range of validity: float32 and float64 (16-bit input is taken to float32, autocast is off). The determinant itself is never formed.
-At an exactly singular matrix $\log|\det|$ is $-\infty$ and its gradient does not exist; here a pivot below the smallest normal
-number counts as that number, the sign is 0 and the gradient of that matrix is 0, so that one degenerate position can neither
-poison a batch nor pull on it. A merely near-singular matrix keeps its exact, large gradient $J^{-T}$.
+Range of validity: float32 and float64 (16-bit input is taken to float32, autocast is off). The determinant itself is
+never formed.
+At an exactly singular matrix $\log|\det|$ is $-\infty$ and its gradient does not exist; here a pivot below the
+smallest normal number counts as that number, the sign is 0 and the gradient of that matrix is 0, so that one
+degenerate position can neither poison a batch nor pull on it. A merely near-singular matrix keeps its exact, large
+gradient $J^{-T}$.
 """
 
 from typing import NamedTuple
@@ -29,7 +31,8 @@ def full_precision(tensor: Tensor):
 
 
 def safe_slogdet(matrix: Tensor) -> Slogdet:
-    r"""Sign and $\log|\det M|$ by one LU factorisation, which the backward pass reuses: $\partial \log|\det M| / \partial M = M^{-T}$.
+    r"""Sign and $\log|\det M|$ by one LU factorisation, which the backward pass reuses: $\partial \log|\det M| /
+    \partial M = M^{-T}$.
 
     Args:
         matrix: `(..., N, N)`; 16-bit input is taken to float32.
@@ -119,6 +122,7 @@ def is_near_singular(matrix: Tensor, tolerance: float | None = None) -> Tensor:
 def _square(matrix: Tensor) -> Tensor:
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or not matrix.is_floating_point():
         raise ArgumentError(
-            f"matrix must be floating and square, (..., N, N), received {tuple(matrix.shape)} of {matrix.dtype}; pass square matrices."
+            f"matrix must be floating and square, (..., N, N), received {tuple(matrix.shape)} of {matrix.dtype}; pass "
+            f"square matrices."
         )
     return matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()

@@ -1,4 +1,5 @@
-r"""Margins: sign, $\log|\det J_t|$ and $\sigma_{\min}(J_t)$ of every position, and the support tokens they single out."""
+r"""Margins: sign, $\log|\det J_t|$ and $\sigma_{\min}(J_t)$ of every position, and the support tokens they single
+out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from support_tokens.logdet import Slogdet, full_precision, safe_slogdet, sigma_m
 
 __all__ = ["Margins", "attention_margins", "attention_slogdet", "state_margins", "view_sign"]
 
-# Bytes of one chunk's matrices. Large enough that the matrix products are efficient, small beside any model's activations.
+# Bytes of one chunk's matrices. Large enough that the matrix products are efficient, small beside any model's
+# activations.
 _CHUNK_BYTES = 32 * 2**20
 
 
@@ -27,8 +29,8 @@ class Margins:
         sign: Sign of $\det J_t$, 0 at exact singularity, `(B, n)`.
         log_abs_det: $\log|\det J_t|$ in nats, differentiable, `(B, n)`.
         valid: False at padding, `(B, n)`; there the sign is 1 and the log margin 0.
-        rankable: Valid positions whose margin is not 0 by structure: under a strict mask $\Sigma_t$ vanishes with fewer than
-            two keys, so the first two positions say nothing and rankings leave them out, `(B, n)`.
+        rankable: Valid positions whose margin is not 0 by structure: under a strict mask $\Sigma_t$ vanishes with
+            fewer than two keys, so the first two positions say nothing and rankings leave them out, `(B, n)`.
     """
 
     sign: Tensor
@@ -39,7 +41,8 @@ class Margins:
 
     @cached_property
     def sigma_min(self) -> Tensor:
-        r"""$\sigma_{\min}(J_t)$, `(B, n)`; computed when first read, since it needs the singular values of D x D matrices."""
+        r"""$\sigma_{\min}(J_t)$, `(B, n)`; computed when first read, since it needs the singular values of D x D
+        matrices."""
         return self._sigma_min()
 
     def support_tokens(self, k: int) -> Tensor:
@@ -115,7 +118,8 @@ def attention_slogdet(
 
     Args:
         x: Embeddings, `(B, T, D)`. 16-bit input is computed in float32, under autocast too.
-        w_q, w_k: `(H, R, D)`.
+        w_q: `(H, R, D)`.
+        w_k: `(H, R, D)`.
         w_v: `(H, Rv, D)`; None together with `w_o`: identity values and one head, the paper's law.
         w_o: `(H, D, Rv)`.
         strict: Mask s < t (True, the paper's) or s <= t (False, real models).
@@ -182,6 +186,7 @@ def state_margins(
         return safe_slogdet(identity + sign_of_view * blocks.reduced(rows))
 
     with full_precision(state.query):
+        blocks.prepare()
         recompute = torch.is_grad_enabled() and len(chunks) > 1
         parts = [
             checkpoint(one, rows, use_reentrant=False, preserve_rng_state=False) if recompute else one(rows)
@@ -192,8 +197,8 @@ def state_margins(
     return Margins(
         sign=torch.cat([sign for sign, _ in parts], dim=1),
         log_abs_det=torch.cat([value for _, value in parts], dim=1),
-        valid=valid,  # type: ignore[arg-type]
-        rankable=take(_rankable(state), every, 1),  # type: ignore[arg-type]
+        valid=valid,
+        rankable=take(_rankable(state), every, 1),
         _sigma_min=lambda: _sigma_min(state, blocks, sign_of_view, _chunks(state, positions, state.width, chunk_size)),
     )
 

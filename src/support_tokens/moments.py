@@ -54,8 +54,8 @@ def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Mo
     key, value = state.key[:, :, :keys], state.value[:, :, :keys]
     batch, groups = key.shape[:2]
     query = take(state.query, rows, 2)
-    heads, count = query.shape[1], query.shape[2]  # type: ignore[union-attr]
-    stacked = query.reshape(batch, groups, heads // groups * count, -1)  # type: ignore[union-attr]
+    heads, count = query.shape[1], query.shape[2]
+    stacked = query.reshape(batch, groups, heads // groups * count, -1)
 
     logits = (state.scale * stacked @ key.transpose(-1, -2)).reshape(batch, heads, count, keys)
     slope = None
@@ -64,8 +64,8 @@ def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Mo
         logits, slope = state.softcap * squashed, 1 - squashed.square()
     weights = _softmax(logits, state.allowed_rows(rows, keys), state.sinks)
 
-    # Covariance does not change under shifts of values, nor of keys where the weights alone multiply them. Shifting by a
-    # constant near the mean keeps the difference E[vk] - E[v]E[k] accurate in float32; the shift carries no gradient.
+    # Covariance does not change under shifts of values, nor of keys where the weights alone multiply them. Shifting by
+    # a constant near the mean keeps the difference E[vk] - E[v]E[k] accurate in float32; the shift carries no gradient.
     shift_value = _shift(value, weights) if state.sinks is None else None
     shift_key = _shift(key, weights) if state.sinks is None and slope is None else None
     centred_value = value if shift_value is None else value - shift_value

@@ -38,7 +38,8 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     if len(found) != 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(found)} lists of {depth} modules where exactly one list of decoder blocks, "
+            f"{type(model).__name__} has {len(found)} lists of {depth} modules where exactly one list of decoder "
+            f"blocks, "
             "as long as config.num_hidden_layers, is required; pass a causal language model of transformers."
         )
     return found[0]
@@ -68,14 +69,21 @@ def hook_embeddings(model: nn.Module, function: Callable[[Tensor], Tensor | None
         [(1, 4, 8)]
     """
 
-    def before(_block: nn.Module, args: tuple, kwargs: dict):
-        positional = bool(args)
-        x = args[0] if positional else kwargs["hidden_states"]
-        replaced = function(x)
+    return decoder_blocks(model)[0].register_forward_pre_hook(_EmbeddingHook(function), with_kwargs=True)
+
+
+class _EmbeddingHook:
+    """A forward pre-hook; an object rather than a closure, so that a deep copy or a pickle of the model has one of its
+    own."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor | None]) -> None:
+        self.function = function
+
+    def __call__(self, _block: nn.Module, args: tuple, kwargs: dict):
+        x = args[0] if args else kwargs["hidden_states"]
+        replaced = self.function(x)
         if replaced is None:
             return None
-        if positional:
+        if args:
             return (replaced, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": replaced}
-
-    return decoder_blocks(model)[0].register_forward_pre_hook(before, with_kwargs=True)

@@ -1,0 +1,160 @@
+r"""Penalties of margins, schedules of their weight $\lambda$, and the controller that holds a target margin."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from support_tokens.errors import ArgumentError
+from support_tokens.margins import Margins
+
+__all__ = ["PENALTIES", "MarginController", "WarmupSchedule", "per_token_penalty", "sample_positions", "weighted_mean"]
+
+PENALTIES = ("log", "hinge", "map")
+
+
+def per_token_penalty(
+    margins: Margins,
+    penalty: str = "log",
+    *,
+    target_margin: float = 0.0,
+    squared_error: Tensor | None = None,
+    noise_scale: Tensor | float = 1.0,
+) -> Tensor:
+    r"""Penalty of every position, in nats, `(B, n)`.
+
+    $$ \text{log: } -\log|\det J_t| \qquad \text{hinge: } \max(0,\ m^* - \log|\det J_t|) \qquad
+       \text{map: } \frac{|x_t - \mu_t|^2}{2 \sigma^2} - \log|\det J_t| $$
+
+    `log` alone is unbounded below; `hinge` acts on support tokens only, those below the target, as a soft-margin SVM
+    does; `map` is the negative log posterior up to a constant, which the squared error bounds.
+
+    Args:
+        margins: Margins of n positions.
+        penalty: `log`, `hinge` or `map`.
+        target_margin: $m^*$ in nats.
+        squared_error: $|x_t - \mu_t|^2$, `(B, n)`, for `map`.
+        noise_scale: $\sigma$, for `map`.
+
+    Raises:
+        ArgumentError: Unknown penalty, or `map` without its squared error.
+
+    Example:
+        >>> from support_tokens import attention_margins
+        >>> x, w = torch.randn(2, 5, 4), torch.randn(1, 3, 4)
+        >>> per_token_penalty(attention_margins(x, w, w), "hinge", target_margin=0.1).min() >= 0
+        tensor(True)
+    """
+    if penalty == "log":
+        return -margins.log_abs_det
+    if penalty == "hinge":
+        return (target_margin - margins.log_abs_det).clamp_min(0.0)
+    if penalty == "map":
+        if squared_error is None:
+            raise ArgumentError(
+                "squared_error must be given for the penalty 'map', received None; pass |x - mu|^2 or use 'log'."
+            )
+        return squared_error / (2 * noise_scale**2) - margins.log_abs_det
+    raise ArgumentError(f"penalty must be one of {', '.join(PENALTIES)}, received {penalty!r}; choose one of them.")
+
+
+def weighted_mean(per_token: Tensor, valid: Tensor, sequence_weight: Tensor) -> Tensor:
+    r"""$\sum_b w_b\, \overline{p}_b$, with $\overline p_b$ the mean of the penalty over the valid positions of
+    sequence b.
+
+    With $w_b$ the share of valid tokens it is the mean over all valid tokens. Positions drawn uniformly give an
+    unbiased estimate.
+
+    Args:
+        per_token: `(B, n)`.
+        valid: `(B, n)`.
+        sequence_weight: $w_b$, `(B,)`.
+
+    Example:
+        >>> weighted_mean(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]), torch.ones(1))
+        tensor(2.)
+    """
+    kept = per_token.masked_fill(~valid, 0.0)
+    return (sequence_weight * kept.sum(-1) / valid.sum(-1).clamp_min(1)).sum()
+
+
+def sample_positions(valid: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
+    """`count` valid positions of each sequence, uniform without replacement, in order, `(B, min(count, T))`.
+
+    A sequence with fewer valid positions gets all of them and, to fill the row, positions that are not valid.
+
+    Example:
+        >>> sample_positions(torch.tensor([[True, True, False]]), 2)
+        tensor([[0, 1]])
+    """
+    scores = torch.rand(valid.shape, generator=generator, device=generator.device if generator is not None else None)
+    scores = scores.to(valid.device, non_blocking=True).masked_fill(~valid, -1.0)
+    return scores.topk(min(count, valid.shape[-1]), dim=-1).indices.sort(dim=-1).values
+
+
+@dataclass(frozen=True)
+class WarmupSchedule:
+    r"""$\lambda$ that rises linearly over `warmup` steps and then follows a cosine from `peak` to `final` at `total`
+    steps.
+
+    Example:
+        >>> schedule = WarmupSchedule(peak=0.1, warmup=10, total=100)
+        >>> schedule(0), schedule(10), round(schedule(100), 3)
+        (0.0, 0.1, 0.1)
+    """
+
+    peak: float
+    warmup: int = 0
+    total: int | None = None
+    final: float | None = None
+
+    def __call__(self, step: int) -> float:
+        """The weight at a training step."""
+        if step < self.warmup:
+            return self.peak * step / self.warmup
+        if self.total is None or self.final is None:
+            return self.peak
+        progress = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
+        return self.final + (self.peak - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class MarginController:
+    r"""$\lambda$ that holds a mean log margin: dual ascent on $\mathbb{E}\log|\det J_t| \ge m^*$.
+
+    $$ \lambda \leftarrow \mathrm{clip}\big(\lambda \exp(\eta\,(m^* - \overline{\log|\det J|})),\ \lambda_{\min},\
+    \lambda_{\max}\big) $$
+
+    Args:
+        target: $m^*$, nats.
+        initial: First $\lambda$.
+        rate: $\eta$, per step.
+        bounds: $\lambda_{\min} > 0$ and $\lambda_{\max}$.
+
+    Example:
+        >>> controller = MarginController(target=1.0, initial=0.01, rate=0.1)
+        >>> controller.update(torch.tensor(0.0))
+        >>> bool(controller(0) > 0.01)
+        True
+    """
+
+    def __init__(
+        self, target: float, initial: float = 0.01, rate: float = 0.01, bounds: tuple[float, float] = (1e-5, 1.0)
+    ) -> None:
+        self.target, self.rate, self.bounds = target, rate, bounds
+        # A tensor, so that the update needs no host synchronisation.
+        self._weight = torch.tensor(float(initial))
+
+    def __call__(self, step: int) -> Tensor:
+        """The present weight; the step plays no part."""
+        return self._weight
+
+    def update(self, mean_log_margin: Tensor) -> None:
+        """One step of dual ascent from the mean log margin of a training step."""
+        excess = (self.target - mean_log_margin.detach()) * self.rate
+        self._weight = (self._weight.to(excess.device) * excess.exp()).clamp(*self.bounds)
+
+
+Weight = float | Callable[[int], "float | Tensor"]
+"""A constant, a schedule of the step, or a `MarginController`."""
