@@ -309,7 +309,8 @@ def attached_barriers(model: nn.Module) -> list[BarrierHandle]:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
         >>> _ = attach_barrier(model)
-        >>> attached_barriers(copy.deepcopy(model))
+        >>> copied = copy.deepcopy(model)
+        >>> attached_barriers(copied)
         [BarrierHandle(penalty='log', weight=0.02, attached)]
     """
     causal_model, _ = _causal_model(model)

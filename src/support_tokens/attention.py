@@ -277,7 +277,15 @@ def state_from_weights(
     )
 
 
-def _checked(x, w_q, w_k, w_v, w_o, scale, key_padding_mask):
+def _checked(
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor | None,
+    w_o: Tensor | None,
+    scale: float | None,
+    key_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float]:
     """Arguments of `state_from_weights` after all checks, in one floating dtype of at least 32 bits."""
     if x.dim() != 3 or not x.is_floating_point():
         raise ArgumentError(
@@ -321,8 +329,9 @@ def _checked(x, w_q, w_k, w_v, w_o, scale, key_padding_mask):
         )
     dtype = torch.promote_types(x.dtype, w_q.dtype)
     dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-    cast = lambda t: None if t is None else t.to(dtype)  # noqa: E731
-    return cast(x), cast(w_q), cast(w_k), cast(w_v), cast(w_o), scale
+    values = None if w_v is None else w_v.to(dtype)
+    output = None if w_o is None else w_o.to(dtype)
+    return x.to(dtype), w_q.to(dtype), w_k.to(dtype), values, output, scale
 
 
 def _describe(tensor: Tensor) -> str:
