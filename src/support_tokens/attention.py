@@ -315,13 +315,13 @@ def _checked(
         raise ArgumentError(
             f"w_v must have shape (H, Rv, D) with H = {heads}, D = {width}, received {_describe(w_v)}; reshape it."
         )
-    if w_v is not None and tuple(w_o.shape) != (heads, width, w_v.shape[1]):
+    if w_v is not None and w_o is not None and tuple(w_o.shape) != (heads, width, w_v.shape[1]):
         raise ArgumentError(
             f"w_o must have shape (H, D, Rv) = {(heads, width, w_v.shape[1])}, received {_describe(w_o)}; reshape it."
         )
-    scale = w_q.shape[1] ** -0.5 if scale is None else float(scale)
-    if not 0 < scale < float("inf"):
-        raise ArgumentError(f"scale must be a positive finite number, received {scale}; leave it None for 1/sqrt(R).")
+    factor = w_q.shape[1] ** -0.5 if scale is None else float(scale)
+    if not 0 < factor < float("inf"):
+        raise ArgumentError(f"scale must be a positive finite number, received {factor}; leave it None for 1/sqrt(R).")
     if key_padding_mask is not None and key_padding_mask.shape != x.shape[:2]:
         raise ArgumentError(
             f"key_padding_mask must have shape (B, T) = {tuple(x.shape[:2])}, received {_describe(key_padding_mask)}; "
@@ -331,7 +331,7 @@ def _checked(
     dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     values = None if w_v is None else w_v.to(dtype)
     output = None if w_o is None else w_o.to(dtype)
-    return x.to(dtype), w_q.to(dtype), w_k.to(dtype), values, output, scale
+    return x.to(dtype), w_q.to(dtype), w_k.to(dtype), values, output, factor
 
 
 def _describe(tensor: Tensor) -> str:
