@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -64,6 +65,18 @@ def test_pin_is_exact_and_of_no_machine(pin: Requirement) -> None:
 
 def test_package_needs_torch_only() -> None:
     assert [Requirement(line).name for line in PYPROJECT["project"]["dependencies"]] == ["torch"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src")))
+def test_what_a_source_imports_is_declared(path: Path) -> None:
+    project = PYPROJECT["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    names = {Requirement(line).name.replace("-", "_") for line in lines} | sys.stdlib_module_names
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= names, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            assert node.module.split(".")[0] in names, ast.unparse(node)
 
 
 def test_continuous_integration_runs_what_everyone_runs() -> None:
