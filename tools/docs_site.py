@@ -7,7 +7,9 @@ from pathlib import Path
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "support_tokens"
@@ -53,8 +55,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def mathml(match: re.Match[str]) -> str:
     """One formula as MathML, with its source as the text that a reader without MathML sees on hovering."""
-    tex = html.unescape(match["tex"]).strip()
-    said = FUNCTION.sub(lambda name: rf"\text{{{name[1] or name[2]}}}\,", tex)
+    tex = " ".join(html.unescape(match["tex"]).split())
+    said = FUNCTION.sub(lambda name: rf"\text{{{name[1] or name[2]}}}\,", tex).replace("\\ ", r"\;")
     block = match["open"] == "["
     try:
         formula = convert(said, display="block" if block else "inline")
@@ -65,6 +67,9 @@ def mathml(match: re.Match[str]) -> str:
     return f'<{match["tag"]} class="formula" title="{html.escape(tex)}">{formula}</{match["tag"]}>'
 
 
-def on_page_content(content: str, **_: object) -> str:
+def on_page_content(content: str, page: Page, **_: object) -> str:
     """Sets the formulas of a page; one that cannot be set stops the build."""
-    return SPAN.sub(mathml, content)
+    try:
+        return SPAN.sub(mathml, content)
+    except ValueError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from error
