@@ -1,0 +1,67 @@
+"""What a table of one family of models may say: names and layouts, no mathematics."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Architecture", "Norm"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    r"""A layer norm or RMS norm of a family.
+
+    Args:
+        path: Where the module is, from the block (norms of the residual stream) or from attention (query and key).
+        centered: Whether it subtracts the mean (layer norm).
+        gain_offset: What is added to the stored weight before it multiplies: 1 where a model stores $\gamma - 1$.
+        epsilon: Attribute of the module that holds the epsilon inside the root, or the number where it is fixed.
+        heads_first: Whether a norm of query or key receives `(B, H, T, R)` rather than `(B, T, ...)`.
+        switch: Attribute of the block or of attention that says whether the norm is there; empty: it always is.
+    """
+
+    path: str
+    centered: bool = False
+    gain_offset: float = 0.0
+    epsilon: str | float = "variance_epsilon"
+    heads_first: bool = False
+    switch: str = ""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    r"""Where the attention of one family keeps what the Jacobian needs.
+
+    Args:
+        family: Name for people.
+        model_types: Values of `config.model_type` that this table describes.
+        attention: Path of the attention module from the block.
+        projections: Paths of the query, key and value projections from attention; one path if they are fused.
+        fused: Rows of a fused projection: `stacked` is [all q | all k | all v], `per_head` is [q k v] head after head.
+        output: Path of the output projection from attention.
+        input_norm: Norm between the residual stream and attention.
+        output_norm: Norm between attention and the residual stream.
+        query_norm, key_norm: Norms of query and key before the rotation.
+        rotation: Pairs of the rotary map and the layout of its cosines: `halves` (i, i + n/2), `halves_narrow` the same
+            with cosines of width n/2, `neighbours` (2i, 2i + 1), `neighbours_narrow` where the first half of them
+            counts; None for no rotation.
+        rotation_switch: Attribute of attention whose truth says whether this layer rotates; empty: it does.
+        query_factor: Attribute of attention that multiplies the query before it leaves the projection; empty: none.
+        residual_factor: Attribute of the block that multiplies what attention adds to the residual stream; empty: none.
+        required: Values of the configuration outside of which this table is not exact.
+    """
+
+    family: str
+    model_types: tuple[str, ...]
+    attention: str = "self_attn"
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    fused: Literal["stacked", "per_head"] | None = None
+    output: str = "o_proj"
+    input_norm: Norm | None = Norm("input_layernorm")
+    output_norm: Norm | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    rotation: Literal["halves", "halves_narrow", "neighbours", "neighbours_narrow"] | None = "halves"
+    rotation_switch: str = ""
+    query_factor: str = ""
+    residual_factor: str = ""
+    required: tuple[tuple[str, object], ...] = ()
