@@ -1,0 +1,298 @@
+"""The folder of one run: made safely, written atomically, read with a check of its schema."""
+
+__all__ = ["SCHEMA_VERSION", "RunFolder", "read_json", "replace_folder", "versions", "write_json", "write_text"]
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from support_tokens.errors import RunFolderError
+
+SCHEMA_VERSION = 1
+"""Version of every JSON file that this package writes; a reader refuses any other."""
+
+ENTRIES = frozenset(
+    {"arm.json", "barrier.safetensors", "checkpoints", "config.json", "metrics.jsonl", "model", "report.html",
+     "report.json", "result.json", "tensorboard", "versions.json"}
+)  # fmt: skip
+"""Everything a run may hold; what else lies in a folder is the user's, and `force` never deletes it."""
+
+PACKAGES = ("support-tokens", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "datasets")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a UTF-8 file that is there whole or not at all.
+
+    Args:
+        path: File to write or to replace; its folder exists.
+        text: Its content.
+
+    Raises:
+        RunFolderError: The folder is missing or unwritable, or the disk is full; the old file is as it was.
+    """
+    path = Path(path)
+    temporary = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes a file that its owner alone can read; a result is an ordinary file.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        if temporary is not None and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def write_json(path: str | Path, payload: Mapping) -> None:
+    """Writes an object as JSON with `schema_version` first, whole or not at all.
+
+    Args:
+        path: File to write or to replace.
+        payload: What JSON can hold; NaN and infinities are refused, since JSON has none.
+
+    Raises:
+        RunFolderError: The file cannot be written, or a number is not finite.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "result.json"
+        >>> write_json(path, {"steps": 3})
+        >>> read_json(path)
+        {'schema_version': 1, 'steps': 3}
+    """
+    try:
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise RunFolderError(f"'{path}' is not written: a value in it is not a finite number ({error}).") from error
+    write_text(path, text + "\n")
+
+
+def read_json(path: str | Path) -> dict:
+    """Reads an object that `write_json` wrote.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        The object, with its `schema_version`.
+
+    Raises:
+        RunFolderError: The file is missing, unreadable, no JSON object, or of another schema.
+    """
+    try:
+        payload = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunFolderError(f"'{path}' cannot be read ({error.strerror}); pass the folder of a run.") from error
+    except ValueError as error:
+        raise RunFolderError(f"'{path}' is not valid JSON ({error}); restore it or run again.") from error
+    received = payload.get("schema_version") if isinstance(payload, dict) else None
+    if received != SCHEMA_VERSION:
+        raise RunFolderError(
+            f"'{path}' has schema_version {received!r} where {SCHEMA_VERSION} is required; "
+            "it was written by another version of support-tokens or by another program."
+        )
+    return payload
+
+
+@contextmanager
+def replace_folder(path: str | Path) -> Iterator[Path]:
+    """Gives an empty folder to fill, which takes the place of `path` when the block ends without an error.
+
+    Args:
+        path: Folder to make or to replace.
+
+    Raises:
+        RunFolderError: It cannot be written; what was at `path` is as it was.
+    """
+    path = Path(path)
+    try:
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """Versions that the figures of a run depend on: of Python, the system and the packages in use.
+
+    Example:
+        >>> sorted(versions())[:2]
+        ['accelerate', 'datasets']
+    """
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run on disk.
+
+    `model/` (stock checkpoint), `metrics.jsonl` (one object a logged step), `config.json` (plan, corpus, arm),
+    `versions.json`, `result.json`, and while the run is not finished `checkpoints/`.
+
+    Args:
+        path: The folder, which exists.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: str | Path, *, force: bool = False) -> "RunFolder":
+        """Makes the folder, or empties the one of an earlier run.
+
+        Args:
+            path: Folder to make, with its parents; an empty one is taken as it is.
+            force: Delete an earlier run that is there.
+
+        Raises:
+            RunFolderError: The folder is not empty and `force` is off; it holds something that is no part of a run,
+                which is never deleted; or it cannot be written.
+        """
+        path = Path(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            present = sorted(entry.name for entry in path.iterdir())
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        if present and not force:
+            raise RunFolderError(
+                f"folder '{path}' exists and is not empty; choose another folder, or pass --force to replace "
+                "the run in it."
+            )
+        strange = [name for name in present if name not in ENTRIES]
+        if strange:
+            raise RunFolderError(
+                f"folder '{path}' holds '{strange[0]}', which is no part of a run, so it is not replaced; "
+                "choose another folder."
+            )
+        try:
+            for name in present:
+                entry = path / name
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        folder = cls(path)
+        write_json(path / "versions.json", {"versions": versions()})
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunFolder":
+        """Opens the folder of a run that was begun.
+
+        Args:
+            path: The folder.
+
+        Raises:
+            RunFolderError: It is no folder of a run, or its `config.json` cannot be read.
+        """
+        folder = cls(Path(path))
+        if not folder.path.is_dir():
+            raise RunFolderError(f"there is no run folder '{path}'; train one first, or check the path.")
+        folder.config()
+        return folder
+
+    @property
+    def model(self) -> Path:
+        """Folder of the finished model, a checkpoint that stock transformers loads."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints that a stopped run goes on from."""
+        return self.path / "checkpoints"
+
+    def config(self) -> dict:
+        """Plan, corpus identity and arm of the run, as `config.json` holds them."""
+        return read_json(self.path / "config.json")
+
+    def append_metrics(self, row: Mapping) -> None:
+        """Adds one object to `metrics.jsonl`, as one line.
+
+        Raises:
+            RunFolderError: The file cannot be written.
+        """
+        try:
+            with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(dict(row)) + "\n")
+        except OSError as error:
+            raise _unwritable(self.path / "metrics.jsonl", error) from error
+
+    def metrics(self) -> list[dict]:
+        """The objects of `metrics.jsonl`, in order of step.
+
+        Raises:
+            RunFolderError: The file is missing, or a line of it is not JSON.
+        """
+        path = self.path / "metrics.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise RunFolderError(f"'{path}' cannot be read ({error.strerror}); pass the folder of a run.") from error
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise RunFolderError(
+                    f"'{path}' is corrupt at line {number} ({error}); restore it or run again."
+                ) from error
+        return rows
+
+    def keep_metrics(self, step: int) -> None:
+        """Drops the rows after a step, which a run that goes on from there will write again.
+
+        A last line that a killed run left half written is dropped with them.
+
+        Args:
+            step: Last step whose rows are kept.
+        """
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        text = path.read_text(encoding="utf-8")
+        if not text.endswith("\n"):
+            write_text(path, text[: text.rfind("\n") + 1])
+        kept = [row for row in self.metrics() if row["step"] <= step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _unwritable(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"'{path}' cannot be written ({error.strerror or error}); free space, check permissions, "
+        "or choose another folder."
+    )
