@@ -1,0 +1,462 @@
+"""Training: equal seeds give equal bits, arms are paired, a stopped run goes on as if it had not, nothing is lost."""
+
+import dataclasses
+import gc
+import math
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
+
+from support_tokens import training
+from support_tokens.arms import (
+    ARMS,
+    Arm,
+    Attachment,
+    Barrier,
+    CrossEntropy,
+    EmbeddingNoise,
+    arm_config,
+    arm_from_config,
+    parse_arm,
+)
+from support_tokens.corpora import Corpus
+from support_tokens.errors import ArgumentError, DataError, RunFolderError, TrainingError
+from support_tokens.plan import PLANS, TrainingPlan, demo_plan, plan_from_config
+from support_tokens.run_folder import RunFolder, read_json
+from support_tokens.small_gpt import character_tokenizer, load_small_gpt, small_gpt
+from support_tokens.trainer_callbacks import StopAtInterrupt, last_sealed_checkpoint
+from support_tokens.training import read_result, train, train_arms
+
+WORDS = "In the beginning God created the heaven and the earth . And the earth was without form , and void ; "
+CORPUS = Corpus("toy", WORDS * 20, WORDS * 2, WORDS + "?")
+PLAN = TrainingPlan(
+    layers=1, heads=2, width=8, context=16, steps=6, batch_size=4, learning_rate=1e-2, warmup=2, log_every=1,
+    evaluate_every=3, evaluate_windows=4, save_every=2, device="cpu",
+)  # fmt: skip
+ALL = [CrossEntropy(), Barrier(weight=0.1), EmbeddingNoise(scale=0.5)]
+EACH_ARM = pytest.mark.parametrize("arm", ALL, ids=lambda arm: arm.name)
+
+
+def plan(**changes) -> TrainingPlan:
+    return dataclasses.replace(PLAN, **changes)
+
+
+def run(folder: Path, arm: Arm = ALL[0], changed: TrainingPlan = PLAN, **options):
+    return train(changed, CORPUS, arm, folder, progress=False, **options)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_same_bits(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """An arm that does something when a step ends."""
+
+    name = "ce"
+    summary = "a test"
+
+    step: int
+    what: object
+    base: object = dataclasses.field(default_factory=CrossEntropy)
+
+    def attach(self, model, *, seed):
+        at, attached = self, self.base.attach(model, seed=seed)
+
+        class Callback(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == at.step:
+                    at.what(model)
+
+        return dataclasses.replace(attached, callbacks=(*attached.callbacks, Callback()))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_modules_are_no_garbage():
+    """Trainer collects garbage at each start; most of its time went into looking through the libraries' own objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def as_its_base(monkeypatch: pytest.MonkeyPatch):
+    """The configuration of an `At` is that of the arm under it, so that the run can go on with that arm."""
+    monkeypatch.setattr(training, "arm_config", lambda arm: arm_config(arm.base if isinstance(arm, At) else arm))
+
+
+@EACH_ARM
+def test_a_run_twice_ends_in_the_same_bits(tmp_path: Path, arm: Arm):
+    torch.manual_seed(1)
+    first = run(tmp_path / "a", arm)
+    torch.manual_seed(2)
+    second = run(tmp_path / "b", arm)
+    assert_same_bits(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == (tmp_path / "b/metrics.jsonl").read_bytes()
+    assert first.validation_bpc == second.validation_bpc
+
+
+def test_another_seed_ends_elsewhere(tmp_path: Path):
+    run(tmp_path / "a")
+    run(tmp_path / "b", changed=plan(seed=1))
+    assert not torch.equal(
+        weights(tmp_path / "a")["transformer.wte.weight"], weights(tmp_path / "b")["transformer.wte.weight"]
+    )
+
+
+@EACH_ARM
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(tmp_path: Path, arm: Arm, at: int):
+    changed = plan(dropout=0.1, accumulation=2)
+    run(tmp_path / "whole", arm, changed)
+    with pytest.raises(KeyboardInterrupt, match=rf"stopped at step {at + 1} of 6; --resume goes on from there"):
+        run(tmp_path / "stopped", At(at, lambda _model: signal.raise_signal(signal.SIGINT), arm), changed)
+    assert not (tmp_path / "stopped/model").exists()
+    run(tmp_path / "stopped", arm, changed, resume=True)
+    assert_same_bits(weights(tmp_path / "whole"), weights(tmp_path / "stopped"))
+    assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (tmp_path / "stopped/metrics.jsonl").read_bytes()
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill(_model) -> None:
+    raise Killed
+
+
+@EACH_ARM
+def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(tmp_path: Path, arm: Arm):
+    run(tmp_path / "whole", arm)
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", At(5, kill, arm))
+    folder = RunFolder.open(tmp_path / "killed")
+    assert last_sealed_checkpoint(folder) == (folder.checkpoints / "checkpoint-4", 4)
+    # A kill in the middle of saving leaves a checkpoint without its mark: the one before counts.
+    shutil.copytree(folder.checkpoints / "checkpoint-4", folder.checkpoints / "checkpoint-5")
+    (folder.checkpoints / "checkpoint-5/complete.json").unlink()
+    (folder.checkpoints / "checkpoint-5/model.safetensors").write_bytes(b"torn")
+    run(tmp_path / "killed", arm, resume=True)
+    assert_same_bits(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
+def test_arms_start_from_the_same_weights_and_see_the_same_batches(tmp_path: Path):
+    seen = {}
+    for arm in ALL:
+        initial, batches = {}, []
+
+        def note(model, initial=initial, batches=batches):
+            initial.update({key: value.clone() for key, value in model.state_dict().items()})
+            model.register_forward_pre_hook(
+                lambda _m, _a, kwargs: batches.append(kwargs["input_ids"].clone()), with_kwargs=True
+            )
+
+        run(tmp_path / arm.name, At(0, note, arm), plan(evaluate_every=100, steps=40))
+        seen[arm.name] = (initial, batches[:40])
+    for name in ("barrier", "noise"):
+        assert_same_bits(seen["ce"][0], seen[name][0])
+        assert all(torch.equal(*pair) for pair in zip(seen["ce"][1], seen[name][1], strict=True))
+    assert len({batch.numpy().tobytes() for batch in seen["ce"][1]}) > 30, "batches of different steps differ"
+
+
+@pytest.mark.parametrize("name", list(ARMS))
+def test_attaching_leaves_the_global_generator_alone(name: str):
+    model = small_gpt(character_tokenizer(WORDS), layers=1, heads=2, width=8, context=16)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    attachment = ARMS[name]().attach(model, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    attachment.remove()
+
+
+def test_noise_is_scaled_to_the_embeddings_and_stays_out_of_evaluation():
+    set_seed(0)
+    model = small_gpt(character_tokenizer(WORDS), layers=1, heads=2, width=64, context=64)
+    entered = []
+    attachment = EmbeddingNoise(scale=0.5).attach(model, seed=0)
+    model.transformer.h[0].register_forward_pre_hook(lambda _block, args: entered.append(args[0].detach()))
+    ids = torch.randint(2, 10, (8, 64))
+    for training_mode in (True, True, False, False):
+        model.train(training_mode)(input_ids=ids)
+    noise = entered[0] - entered[2]
+    assert torch.equal(entered[2], entered[3])
+    assert not torch.equal(entered[0], entered[1])
+    assert noise.square().mean().sqrt().item() == pytest.approx(
+        0.5 * entered[2].square().mean().sqrt().item(), rel=0.03
+    )
+    attachment.remove()
+    model.train()(input_ids=ids)
+    assert torch.equal(entered[4], entered[2])
+
+
+def test_gradient_of_noise_does_not_see_its_scale():
+    set_seed(0)
+    model = small_gpt(character_tokenizer(WORDS), layers=1, heads=2, width=8, context=16)
+    attachment = EmbeddingNoise(scale=0.5).attach(model, seed=0)
+    block = model.transformer.h[0]
+    x = torch.randn(1, 4, 8, requires_grad=True)
+    hook = next(iter(block._forward_pre_hooks.values()))
+    (noisy,), _ = hook(block, (x,), {})
+    noisy.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+    attachment.remove()
+
+
+def test_accumulation_gives_the_weights_of_one_larger_batch(tmp_path: Path):
+    run(tmp_path / "whole", changed=plan(batch_size=8, evaluate_every=100))
+    run(tmp_path / "parts", changed=plan(batch_size=2, accumulation=4, evaluate_every=100))
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    for key in whole:
+        assert torch.allclose(whole[key], parts[key], atol=1e-5), key
+
+
+@EACH_ARM
+def test_a_run_folder_holds_what_it_promises(tmp_path: Path, arm: Arm):
+    result = run(tmp_path / "run", arm)
+    folder = RunFolder.open(tmp_path / "run")
+    config = folder.config()
+    assert plan_from_config(config["plan"]) == PLAN
+    assert arm_from_config(config["arm"]) == arm
+    assert config["corpus"] == CORPUS.identity()
+    extra = {"barrier.safetensors"} if arm.name == "barrier" else set()
+    expected = {"config.json", "metrics.jsonl", "model", "result.json", "versions.json"}
+    assert {entry.name for entry in folder.path.iterdir()} == expected | extra
+    rows = folder.metrics()
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval_bpc" in row] == [3, 6]
+    assert rows[-1]["eval_bpc"] == pytest.approx(rows[-1]["eval_loss"] / math.log(2))
+    assert all(("stability/ce" in row) == (arm.name == "barrier") for row in rows if "loss" in row)
+    assert result.validation_bpc == pytest.approx(rows[-1]["eval_bpc"])
+    assert read_result(folder.path) == result
+    assert result.unknown == {"validation": 0.0, "test": 1 / len(CORPUS.test)}
+    assert f"{result.parameters:,} parameters, 6 steps" in result.sentence
+    assert result.parameters == load_small_gpt(folder.path)[0].num_parameters()
+    _, info = AutoModelForCausalLM.from_pretrained(folder.model, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_evaluation_during_training_is_the_bare_loss(tmp_path: Path):
+    run(tmp_path, Barrier(weight=10.0))
+    model, tokenizer = load_small_gpt(tmp_path)
+    ids = tokenizer(CORPUS.validation, return_tensors="pt")["input_ids"][0]
+    # Four windows of sixteen characters, evenly spread over the twelve of the validation text.
+    starts = [index * (len(ids) // 16) // 4 * 16 for index in range(4)]
+    batch = torch.stack([ids[start : start + 16] for start in starts])
+    expected = model(input_ids=batch, labels=batch).loss.item() / math.log(2)
+    assert read_result(tmp_path).validation_bpc == pytest.approx(expected, rel=1e-6)
+
+
+def spoil_gradient(model) -> None:
+    model.transformer.wte.weight.register_hook(lambda grad: grad * math.inf)
+
+
+def spoil_loss(model) -> None:
+    model.loss_function = lambda *args, **kwargs: 0 * torch.tensor(math.nan, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [(spoil_loss, "the loss is nan at step 4"), (spoil_gradient, "the norm of the gradient is (inf|nan) at step 4")],
+)
+@pytest.mark.parametrize("save_every", [2, 100])
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_step(
+    tmp_path: Path, spoil, says: str, save_every: int
+):
+    with pytest.raises(TrainingError, match=rf"training stops: {says}; the last good checkpoint is '.*checkpoint-3'"):
+        run(tmp_path / "run", At(3, spoil), plan(save_every=save_every))
+    checkpoint, step = last_sealed_checkpoint(RunFolder.open(tmp_path / "run"))
+    assert step == 3
+    kept = load_file(checkpoint / "model.safetensors")
+    assert all(value.isfinite().all() for value in kept.values())
+    run(tmp_path / "run", CrossEntropy(), plan(save_every=save_every), resume=True)
+    run(tmp_path / "whole", CrossEntropy(), plan(save_every=save_every))
+    assert_same_bits(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_a_first_step_that_is_not_finite_says_that_none_was_made(tmp_path: Path):
+    with pytest.raises(TrainingError, match="at step 1; no step had been made yet"):
+        run(tmp_path, At(0, spoil_loss))
+
+
+def test_resume_asks_for_the_same_plan_text_and_arm(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, At(3, kill))
+    with pytest.raises(ArgumentError, match=r"another plan \(seed differ\)"):
+        run(tmp_path, changed=plan(seed=5), resume=True)
+    with pytest.raises(ArgumentError, match=r"another arm \(name, scale differ\)"):
+        run(tmp_path, EmbeddingNoise(), resume=True)
+    other = dataclasses.replace(CORPUS, train=CORPUS.train + "more")
+    with pytest.raises(ArgumentError, match="another corpus"):
+        train(PLAN, other, CrossEntropy(), tmp_path, resume=True)
+    with pytest.raises(RunFolderError, match="there is no run folder"):
+        run(tmp_path / "none", resume=True)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path: Path):
+    first = run(tmp_path)
+    assert run(tmp_path, resume=True) == first
+    with pytest.raises(RunFolderError, match="exists and is not empty"):
+        run(tmp_path)
+    assert read_result(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("I/O error: No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file data/0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_is_one_sentence_whichever_library_meets_it(tmp_path: Path, error: Exception):
+    def fail(_model):
+        raise error
+
+    with pytest.raises(RunFolderError, match=r"cannot be written \(.*--resume"):
+        run(tmp_path, At(3, fail))
+
+
+def test_another_runtime_error_keeps_its_name(tmp_path: Path):
+    def fail(_model):
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        run(tmp_path, At(3, fail))
+
+
+def test_a_text_with_fewer_windows_than_a_step_is_refused_before_the_folder_is_made(tmp_path: Path):
+    with pytest.raises(DataError, match=r"gives 125 windows of 16 characters where one step needs 500"):
+        run(tmp_path / "run", changed=plan(batch_size=500))
+    with pytest.raises(DataError, match="test part of corpus 'toy' has 101 characters where at least 129"):
+        run(tmp_path / "run", changed=plan(context=128))
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_is_written_if_asked_for(tmp_path: Path):
+    os.environ.pop("TENSORBOARD_LOGGING_DIR", None)
+    run(tmp_path, tensorboard=True)
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ
+
+
+def test_a_bar_is_drawn_on_stderr_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture):
+    train(PLAN, CORPUS, CrossEntropy(), tmp_path)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "6/6" in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_arms_are_trained_side_by_side_and_finished_ones_kept(tmp_path: Path):
+    arms = {"plain": CrossEntropy(), "loud": EmbeddingNoise()}
+    first = train_arms(PLAN, CORPUS, {"plain": arms["plain"]}, tmp_path, progress=False)
+    both = train_arms(PLAN, CORPUS, arms, tmp_path, resume=True, progress=False)
+    assert list(both) == ["plain", "loud"]
+    assert both["plain"] == first["plain"]
+    shutil.rmtree(tmp_path / "plain")
+    with pytest.raises(RunFolderError, match="loud' exists and is not empty"):
+        train_arms(PLAN, CORPUS, arms, tmp_path, progress=False)
+    assert not (tmp_path / "plain").exists(), "the folder in the way is seen before the first arm is trained"
+
+
+def test_an_interrupt_outside_of_the_main_thread_is_left_to_the_caller():
+    handlers = []
+
+    def enter():
+        with StopAtInterrupt():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert handlers == [before]
+
+
+def test_a_second_interrupt_stops_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with StopAtInterrupt() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"steps": 0}, "steps must be a whole number of at least 1, received 0"),
+        ({"learning_rate": -1.0}, "learning_rate must be a finite number of at least 0 and at most 10, received -1.0"),
+        ({"learning_rate": math.nan}, "learning_rate must be .* received nan"),
+        ({"weight_decay": math.inf}, "weight_decay must be .* received inf"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number"),
+        ({"seed": True}, "seed must be a whole number"),
+        ({"precision": "int8"}, "precision must be one of float32, bfloat16, float16, received 'int8'"),
+        ({"heads": 3}, "heads must divide width, received heads=3 and width=128; pass for example --width 126"),
+    ],
+)
+def test_a_plan_refuses_values_out_of_bounds(values: dict, says: str):
+    with pytest.raises(ArgumentError, match=says):
+        TrainingPlan(**values)
+
+
+def test_every_option_of_plans_and_arms_documents_itself():
+    for owner in (TrainingPlan, *ARMS.values()):
+        for option in dataclasses.fields(owner):
+            assert option.metadata["help"], (owner, option.name)
+
+
+def test_a_stored_plan_of_another_version_is_an_error_of_the_folder():
+    with pytest.raises(RunFolderError, match="cannot be used"):
+        plan_from_config({"stepps": 3})
+    with pytest.raises(RunFolderError, match="steps must be"):
+        plan_from_config({"steps": -3})
+    assert demo_plan(seed=1) == dataclasses.replace(PLANS["demo"], seed=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dropout", "there is no arm 'dropout'; known arms are ce, barrier, noise"),
+        ("barrier:scale=1", "arm 'barrier' has no option 'scale'; its options are: weight"),
+        ("ce:weight=1", "its options are: none"),
+        ("barrier:weight", "option 'weight' is not written NAME=NUMBER"),
+        ("barrier:weight=-1", "weight must be a finite number of at least 0, received -1.0"),
+        ("noise:scale=nan", "scale must be a finite number of at least 0, received nan"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_refused(text: str, says: str):
+    with pytest.raises(ArgumentError, match=says):
+        parse_arm(text)
+
+
+def test_arms_are_what_the_protocol_asks_for():
+    for arm in (parse_arm(name) for name in ARMS):
+        assert isinstance(arm, Arm)
+        assert arm_from_config(arm_config(arm)) == arm
+    assert Attachment().callbacks == ()
+
+
+def test_a_corrupt_result_is_refused(tmp_path: Path):
+    run(tmp_path)
+    (tmp_path / "result.json").write_text('{"schema_version": 1}')
+    with pytest.raises(RunFolderError, match="lacks"):
+        read_result(tmp_path)
+    assert read_json(tmp_path / "config.json")["arm"] == {"name": "ce"}
