@@ -339,8 +339,16 @@ def broken(report, change) -> str:
             lambda r: r["sentence"]["arms"][0].update(valid=[1]),
             "sentence.arms[0].valid[0] must be a truth value, not 1",
         ),
-        (lambda r: r["results"].pop(), "arm 'b' under 'noise 0.5 x RMS' has none"),
+        (lambda r: r["results"].pop(), "('b', 'noise 0.5 x RMS') is missing or too many"),
         (lambda r: r.update(baseline="z"), "one of its arms, not 'z'"),
+        (lambda r: r["areas"].pop(), "areas of a robustness report must be there once"),
+        (lambda r: r["differences"][0].update(of="z"), "differences of a robustness report must be there once"),
+        (lambda r: r["area_differences"].clear(), "area_differences of a robustness report must be there once"),
+        (lambda r: r["results"][0].update(bits_by_seed=[1.0]), "seeds of a robustness report must be there once"),
+        (lambda r: r["margins"][0]["arms"][0].update(arm="z"), "must be of its arms, not of {'z'}"),
+        (lambda r: r["margins"][0].update(edges=[0.0]), "A histogram of 1 edges"),
+        (lambda r: r["sentence"]["arms"][0].update(support=[2]), "one for each of its 2 tokens"),
+        (lambda r: r["perturbations"].reverse(), "first perturbation of a robustness report must be the clean one"),
     ],
 )
 def test_other_json_is_refused_in_one_sentence(report, tmp_path, change, says):

@@ -72,7 +72,7 @@ class Bootstrap:
     """
 
     confidence: float = 0.95
-    resamples: int = 2000
+    resamples: int = 5000
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Bootstrap:
             )
         if self.resamples < 100:
             raise ArgumentError(
-                f"A bootstrap interval needs at least 100 resamples, not {self.resamples!r}; 2000 is the default."
+                f"A bootstrap interval needs at least 100 resamples, not {self.resamples!r}; 5000 is the default."
             )
 
     def interval(self, statistic: Statistic, *, seeds: int, sequences: int) -> Estimate:

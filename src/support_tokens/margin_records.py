@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from support_tokens.errors import ArgumentError
-from support_tokens.results import MarginCounts, MarginHistogram, MarginTrace, SentenceMargins
+from support_tokens.records import MarginCounts, MarginHistogram, MarginTrace, SentenceMargins
 
 __all__ = ["ArmMargins", "Trace", "histograms", "sentence"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support_tokens.errors import ArgumentError
 from support_tokens.perturb import Batch, Perturbation
 from support_tokens.perturbation_set import PerturbationSet, standard_perturbations
-from support_tokens.results import DataRecord
+from support_tokens.records import DataRecord
 from support_tokens.sites import hook_embeddings
 
 __all__ = ["EvaluationData", "Measurement", "measure"]

@@ -129,7 +129,7 @@ class Clean:
 class EmbeddingNoise:
     r"""Gaussian noise on the embeddings that enter the first block.
 
-    .. math:: x'_t = x_t + \sigma\, s\, \epsilon_t, \qquad \epsilon_t \sim N(0, I),
+    $$ x'_t = x_t + \sigma\, s\, \epsilon_t, \qquad \epsilon_t \sim N(0, I), $$
 
     with $s = 1$ (`absolute`) or the root mean square of the model's own clean embeddings on the evaluation data
     (`matched`), without which larger embeddings alone would look robust. $\epsilon$ depends on `seed`, on the place

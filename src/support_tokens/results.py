@@ -3,6 +3,7 @@ r"""The robustness report, as a frozen value and as JSON of schema version 1: wh
 Everything in it is plain numbers and text, so that tables, curves and verdicts are made without a model at hand.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,159 +11,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from support_tokens.errors import ArgumentError
 from support_tokens.intervals import Estimate
+from support_tokens.records import (
+    Area,
+    ArmRecord,
+    BootstrapRecord,
+    DataRecord,
+    Difference,
+    MarginHistogram,
+    PerturbationRecord,
+    Result,
+    SentenceMargins,
+)
 from support_tokens.run_folder import read_json, write_json
 from support_tokens.schema import decode, encode
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "Area",
-    "ArmRecord",
-    "BootstrapRecord",
-    "DataRecord",
-    "Difference",
-    "MarginCounts",
-    "MarginHistogram",
-    "MarginTrace",
-    "PerturbationRecord",
-    "Result",
-    "RobustnessReport",
-    "SentenceMargins",
-]
-
-
-@dataclass(frozen=True)
-class ArmRecord:
-    """One arm; `embedding_rms` by seed, their mean over that of the baseline, `rms_ratio`; `seconds` of training."""
-
-    name: str
-    label: str
-    description: str
-    seconds: float | None
-    embedding_rms: tuple[float, ...]
-    rms_ratio: float
-
-
-@dataclass(frozen=True)
-class PerturbationRecord:
-    """One perturbation: the curve (`family`) and place on it (`strength` on `axis`), and all that defines it."""
-
-    name: str
-    family: str
-    strength: float
-    axis: str
-    parameters: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class DataRecord:
-    """The evaluation data: sequences of at most `length` tokens; tokens and characters that are predicted; SHA-256."""
-
-    sequences: int
-    length: int
-    tokens: int
-    characters: int | None
-    checksum: str
-
-
-@dataclass(frozen=True)
-class BootstrapRecord:
-    """How the intervals were made, and over what: sequences, or sequences and seeds."""
-
-    method: str
-    confidence: float
-    resamples: int
-    seed: int
-    over: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """An arm under a perturbation: `bits` a unit (mean over seeds) and its ratio to clean, `degradation`."""
-
-    arm: str
-    perturbation: str
-    bits: Estimate
-    degradation: Estimate
-    bits_by_seed: tuple[float, ...]
-    degradation_by_seed: tuple[float, ...]
-    n_sequences: int
-    n_tokens: int
-
-
-@dataclass(frozen=True)
-class Area:
-    """Area under an arm's curves of a family from 0 to `upper`, divided by `upper`: the mean height of the curves."""
-
-    arm: str
-    family: str
-    upper: float
-    bits: Estimate
-    degradation: Estimate
-
-
-@dataclass(frozen=True)
-class Difference:
-    """`arm` minus `against`, paired; `of` is the name of a perturbation or, for areas, of a family."""
-
-    arm: str
-    against: str
-    of: str
-    bits: Estimate
-    degradation: Estimate
-
-
-@dataclass(frozen=True)
-class MarginCounts:
-    """Histogram of one arm's log margins; `negative_counts` are those of them with a negative determinant.
-
-    `below` and `above` lie outside of the shared edges, `singular` have log margin minus infinity and stand in no bin.
-    """
-
-    arm: str
-    n: int
-    counts: tuple[int, ...]
-    negative_counts: tuple[int, ...]
-    below: int
-    above: int
-    singular: int
-    mean: float | None
-    minimum: float | None
-    negative_share: float
-
-
-@dataclass(frozen=True)
-class MarginHistogram:
-    """Histograms of several arms over the same edges; `source`, `layer` and `view` say whose margins they are."""
-
-    source: str
-    layer: int
-    view: str
-    edges: tuple[float, ...]
-    arms: tuple[MarginCounts, ...]
-
-
-@dataclass(frozen=True)
-class MarginTrace:
-    """Log margins along a text for one arm; None at a singular position; `support` are the smallest among the valid."""
-
-    arm: str
-    tokens: tuple[str, ...]
-    log_abs_det: tuple[float | None, ...]
-    sign: tuple[int, ...]
-    valid: tuple[bool, ...]
-    support: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SentenceMargins:
-    """A held-out text, read by each arm; `source`, `layer` and `view` say whose margins they are."""
-
-    source: str
-    layer: int
-    view: str
-    arms: tuple[MarginTrace, ...]
+__all__ = ["RobustnessReport"]
 
 
 @dataclass(frozen=True)
@@ -213,16 +79,36 @@ class RobustnessReport:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = {(result.arm, result.perturbation) for result in self.results}
-        wanted = [(arm.name, p.name) for arm in self.arms for p in self.perturbations]
-        missing = [pair for pair in wanted if pair not in known]
-        if missing:
-            raise ArgumentError(
-                f"A robustness report needs a result for each arm under each perturbation, but arm {missing[0][0]!r} "
-                f"under {missing[0][1]!r} has none; evaluate it again."
-            )
-        if self.baseline not in {arm.name for arm in self.arms}:
+        arms, perturbations = [arm.name for arm in self.arms], [p.name for p in self.perturbations]
+        families = dict.fromkeys(p.family for p in self.perturbations if p.family != "clean")
+        if self.baseline not in arms:
             raise ArgumentError(f"The baseline of a robustness report must be one of its arms, not {self.baseline!r}.")
+        if not self.perturbations or self.perturbations[0].family != "clean":
+            raise ArgumentError("The first perturbation of a robustness report must be the clean one, but is not.")
+        pairs = itertools.combinations(arms, 2)
+        for what, found, required in (
+            ("results", {(r.arm, r.perturbation) for r in self.results}, itertools.product(arms, perturbations)),
+            ("areas", {(a.arm, a.family) for a in self.areas}, itertools.product(arms, families)),
+            (
+                "differences",
+                {(d.arm, d.against, d.of) for d in self.differences},
+                ((arm, self.baseline, p) for arm in arms for p in perturbations if arm != self.baseline),
+            ),
+            (
+                "area_differences",
+                {(d.arm, d.against, d.of) for d in self.area_differences},
+                ((later, earlier, family) for earlier, later in pairs for family in families),
+            ),
+            ("seeds", {len(r.bits_by_seed) for r in self.results}, {len(self.seeds)}),
+        ):
+            if found != (wanted := set(required)):
+                raise ArgumentError(
+                    f"The {what} of a robustness report must be there once for each of its arms and perturbations, but "
+                    f"{min(found ^ wanted)!r} is missing or too many; evaluate again."
+                )
+        shown = [c.arm for h in self.margins for c in h.arms] + [t.arm for s in (self.sentence,) if s for t in s.arms]
+        if not set(shown) <= set(arms):
+            raise ArgumentError(f"Margins in a robustness report must be of its arms, not of {set(shown) - set(arms)}.")
 
     @property
     def status(self) -> str:

@@ -20,15 +20,15 @@ from support_tokens.margin_records import ArmMargins, histograms, sentence
 from support_tokens.measurement import EvaluationData, Measurement, measure
 from support_tokens.perturb import Perturbation
 from support_tokens.perturbation_set import PerturbationSet, standard_perturbations
-from support_tokens.results import (
+from support_tokens.records import (
     Area,
     ArmRecord,
     BootstrapRecord,
     Difference,
     PerturbationRecord,
     Result,
-    RobustnessReport,
 )
+from support_tokens.results import RobustnessReport
 from support_tokens.run_folder import versions
 
 __all__ = ["ArmDetails", "compare", "evaluate_robustness"]
@@ -71,8 +71,8 @@ def evaluate_robustness(
 
     With $\ell_n$ the nats of sequence $n$ and $c_n$ its predicted characters (or tokens),
 
-    .. math:: \mathrm{bits} = \frac{\sum_n \ell_n}{\ln 2\, \sum_n c_n}, \qquad
-              \mathrm{degradation} = \frac{\mathrm{bits(perturbed)}}{\mathrm{bits(clean)}},
+    $$ \mathrm{bits} = \frac{\sum_n \ell_n}{\ln 2\, \sum_n c_n}, \qquad
+       \mathrm{degradation} = \frac{\mathrm{bits(perturbed)}}{\mathrm{bits(clean)}}, $$
 
     averaged over seeds. Only valid tokens count, padding never does. Differences are paired over sequences and seeds.
 
@@ -83,7 +83,7 @@ def evaluate_robustness(
         baseline: The arm that others are compared with; the first where None.
         seeds: Training seed of each model of an arm, the same for all arms; 0, 1, ... where None.
         details: What else is known of the arms, margins included.
-        bootstrap: How intervals are made; BCa, 95 %, 2000 resamples where None.
+        bootstrap: How intervals are made; BCa, 95 %, 5000 resamples where None.
         batch_size: Sequences at a time; changes nothing but speed and memory.
         config: The plan of the experiment, kept in the report as it is.
         progress: Called with batches done, batches in all and what is being read.
