@@ -41,6 +41,7 @@ tests: $(VENV)/.ready-dev ## tests and doctests
 docs: $(VENV)/.ready-dev ## strict build of the site into site/
 	$(QUIET_ENV) $(BIN)/mkdocs build --strict --quiet
 
+# Pin with the oldest Python that is meant to work: Debian 12 has 3.11.2, and some newest releases want a later 3.11.
 constraints: $(VENV)/.ready-dev ## pin what .venv holds (a build tag such as +cpu is left to the index)
 	$(BIN)/python -m pip freeze --exclude-editable --all \
 	  | sed -n 's/^\([A-Za-z0-9._-]*==[^+ ]*\).*/\1/p' | grep -viE '^(nvidia|cuda|triton|setuptools)' > constraints.new
