@@ -350,8 +350,9 @@ def test_a_text_with_fewer_windows_than_a_step_is_refused_before_the_folder_is_m
 
 def test_tensorboard_is_written_if_asked_for(tmp_path: Path):
     os.environ.pop("TENSORBOARD_LOGGING_DIR", None)
-    run(tmp_path, tensorboard=True)
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+    run(tmp_path, Barrier(), tensorboard=True)
+    (events,) = (tmp_path / "tensorboard").glob("events.*")
+    assert b"stability/log_margin_mean" in events.read_bytes()
     assert "TENSORBOARD_LOGGING_DIR" not in os.environ
 
 

@@ -140,6 +140,8 @@ def train(
             callbacks=[*attachment.callbacks, MetricsWriter(run), stop, *([bar] if bar else []), CheckpointSeal()],
         )
         trainer.remove_callback(PrinterCallback)
+        # Ahead of TensorBoard, which would otherwise write a row before the arm has added its figures to it.
+        trainer.callback_handler.callbacks.sort(key=lambda callback: callback not in attachment.callbacks)
         start = time.monotonic()
         with stop, bar or contextlib.nullcontext(), _writing(run.path):
             _run(trainer, run, resume=resume)
