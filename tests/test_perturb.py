@@ -107,7 +107,8 @@ def test_perturbations_are_frozen_values():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((-0.1,), "sigma of embedding noise must be a finite number of at least 0, not -0.1"),
+        ((-0.1,), "sigma of embedding noise must be a finite number above 0, not -0.1"),
+        ((0,), "above 0, not 0; .* use Clean"),
         ((float("nan"),), "sigma .* not nan"),
         (("0.5",), "sigma .* not '0.5'"),
         ((0.5, "relative"), "scale of embedding noise must be 'absolute' or 'matched', not 'relative'"),

@@ -1,5 +1,7 @@
 r"""Paired bootstrap intervals over evaluated sequences and, where there are several, over training seeds."""
 
+__all__ = ["Bootstrap", "Estimate", "Statistic"]
+
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +11,6 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from support_tokens.errors import ArgumentError
-
-__all__ = ["Bootstrap", "Estimate", "Statistic"]
 
 Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Maps weights of the sequences `(..., N)` to the figure of each seed `(..., S)`."""

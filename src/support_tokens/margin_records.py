@@ -1,5 +1,7 @@
 r"""Log margins of several arms as plain records: histograms over shared edges, and traces along a text."""
 
+__all__ = ["ArmMargins", "Trace", "histograms", "sentence"]
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +10,6 @@ import numpy as np
 
 from support_tokens.errors import ArgumentError
 from support_tokens.records import MarginCounts, MarginHistogram, MarginTrace, SentenceMargins
-
-__all__ = ["ArmMargins", "Trace", "histograms", "sentence"]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 r"""Held-out sequences read by one model under perturbations: nats of each sequence, scale of its embeddings."""
 
+__all__ = ["EvaluationData", "Measurement", "measure"]
+
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +18,6 @@ from support_tokens.perturb import Batch, Perturbation
 from support_tokens.perturbation_set import PerturbationSet, standard_perturbations
 from support_tokens.records import DataRecord
 from support_tokens.sites import hook_embeddings
-
-__all__ = ["EvaluationData", "Measurement", "measure"]
 
 
 @dataclass(frozen=True, eq=False)

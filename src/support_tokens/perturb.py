@@ -5,6 +5,15 @@ which the model is perturbed, that gives a function from the batch of the data t
 Embeddings are perturbed by a hook, texts by the returned batch, weights by the context itself.
 """
 
+__all__ = [
+    "Batch",
+    "Clean",
+    "EmbeddingNoise",
+    "Perturbation",
+    "Read",
+    "standard_noise",
+]
+
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,15 +26,6 @@ from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
 from support_tokens.sites import hook_embeddings
-
-__all__ = [
-    "Batch",
-    "Clean",
-    "EmbeddingNoise",
-    "Perturbation",
-    "Read",
-    "standard_noise",
-]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class EmbeddingNoise:
         seed: Seed of the noise, a whole number of at least 0.
 
     Raises:
-        ArgumentError: A negative or non-finite `sigma`, an unknown `scale`, a negative `seed`.
+        ArgumentError: A `sigma` that is not finite and positive, an unknown `scale`, a negative `seed`.
 
     References:
         arXiv:2602.22271, experiments (absolute noise); the scale-matched form is this package's own check.
@@ -157,10 +157,10 @@ class EmbeddingNoise:
     kind: ClassVar[str] = "embedding_noise"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.sigma, int | float) and math.isfinite(self.sigma) and self.sigma >= 0):
+        if not (isinstance(self.sigma, int | float) and math.isfinite(self.sigma) and self.sigma > 0):
             raise ArgumentError(
-                f"The sigma of embedding noise must be a finite number of at least 0, not {self.sigma!r}; "
-                "pass for example 0.5."
+                f"The sigma of embedding noise must be a finite number above 0, not {self.sigma!r}; pass 0.5, say, "
+                "or use Clean() for none."
             )
         if self.scale not in ("absolute", "matched"):
             raise ArgumentError(

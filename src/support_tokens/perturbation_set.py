@@ -1,5 +1,7 @@
 r"""A frozen set of perturbations, described as JSON and known by its checksum."""
 
+__all__ = ["PerturbationSet", "standard_perturbations"]
+
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +10,6 @@ from typing import Any, Literal
 
 from support_tokens.errors import ArgumentError
 from support_tokens.perturb import Clean, EmbeddingNoise, Perturbation
-
-__all__ = ["PerturbationSet", "standard_perturbations"]
 
 _KINDS: dict[str, Callable[..., Perturbation]] = {Clean.kind: Clean, EmbeddingNoise.kind: EmbeddingNoise}
 _GENERATOR = "numpy PCG64, one stream a sequence, SeedSequence((seed, sequence)), float32 standard normal"

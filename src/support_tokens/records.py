@@ -1,12 +1,5 @@
 r"""The records that a robustness report is made of: frozen, plain numbers and text, checked against themselves."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from support_tokens.errors import ArgumentError
-from support_tokens.intervals import Estimate
-
 __all__ = [
     "Area",
     "ArmRecord",
@@ -20,6 +13,13 @@ __all__ = [
     "Result",
     "SentenceMargins",
 ]
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from support_tokens.errors import ArgumentError
+from support_tokens.intervals import Estimate
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@ r"""The robustness report, as a frozen value and as JSON of schema version 1: wh
 Everything in it is plain numbers and text, so that tables, curves and verdicts are made without a model at hand.
 """
 
+__all__ = ["RobustnessReport"]
+
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +29,6 @@ from support_tokens.schema import decode, encode
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["RobustnessReport"]
 
 
 @dataclass(frozen=True)

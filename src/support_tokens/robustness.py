@@ -4,6 +4,8 @@ r"""Arms x perturbations x seeds: what a model loses under perturbation, with pa
 measured one after another, on other days or machines. `evaluate_robustness` does both.
 """
 
+__all__ = ["ArmDetails", "compare", "evaluate_robustness"]
+
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +32,6 @@ from support_tokens.records import (
 )
 from support_tokens.results import RobustnessReport
 from support_tokens.run_folder import versions
-
-__all__ = ["ArmDetails", "compare", "evaluate_robustness"]
 
 Progress = Callable[[int, int, str], None]
 """Called with batches done, batches in all, and what is being read."""

@@ -1,5 +1,7 @@
 r"""Frozen dataclasses to plain JSON values and back, with one sentence for whatever does not fit."""
 
+__all__ = ["decode", "encode"]
+
 import math
 import types
 import typing
@@ -8,8 +10,6 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from support_tokens.errors import RunFolderError, SupportTokensError
-
-__all__ = ["decode", "encode"]
 
 T = TypeVar("T")
 

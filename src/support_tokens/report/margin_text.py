@@ -1,5 +1,7 @@
 """A held-out text with its margins: tokens in bands of colour, support tokens marked and listed."""
 
+__all__ = ["BANDS", "SentenceView", "SupportView", "TextView", "TokenView", "sentence_view"]
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,8 +9,6 @@ import numpy as np
 from support_tokens.records import MarginTrace
 from support_tokens.report import words
 from support_tokens.results import RobustnessReport
-
-__all__ = ["BANDS", "SentenceView", "SupportView", "TextView", "TokenView", "sentence_view"]
 
 BANDS = 7
 """Steps of the colour scale: 0 is the largest margin, the last the smallest."""

@@ -1,5 +1,7 @@
 r"""The report as one HTML file: no network, no script, readable on a phone, in the dark and in print."""
 
+__all__ = ["render_html"]
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -14,8 +16,6 @@ from support_tokens.report import plots, words
 from support_tokens.report.margin_text import SentenceView, sentence_view
 from support_tokens.report.verdict import direction, families, verdict
 from support_tokens.results import RobustnessReport
-
-__all__ = ["render_html"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def render_html(report_json: RobustnessReport | Mapping[str, Any]) -> str:
 
 def _title(report: RobustnessReport) -> str:
     title = report.config.get("title")
-    return words.visible(title) if isinstance(title, str) and title else "Robustness report"
+    return words.visible(title) if isinstance(title, str) and title else "Robustness under noise"
 
 
 def _colours() -> str:

@@ -4,6 +4,8 @@ The SVG takes its colours from the page's style sheet (custom properties), so th
 holds no text of the user: names of arms and tokens stand in the page, where they are escaped and set in its fonts.
 """
 
+__all__ = ["ARM_COLOURS", "ARM_COLOURS_DARK", "curve_svg", "degradation_png", "histogram_svg", "swatch", "trace_svg"]
+
 import html
 import io
 import re
@@ -20,8 +22,6 @@ from support_tokens.records import MarginCounts, MarginHistogram, SentenceMargin
 from support_tokens.report import words
 from support_tokens.report.verdict import families
 from support_tokens.results import RobustnessReport
-
-__all__ = ["ARM_COLOURS", "ARM_COLOURS_DARK", "curve_svg", "degradation_png", "histogram_svg", "swatch", "trace_svg"]
 
 # Okabe and Ito's palette for all kinds of colour vision; yellow is left out, which vanishes on white.
 ARM_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8518a", "#000000", "#b07400", "#2a8fd0", "#7a5230")

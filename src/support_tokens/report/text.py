@@ -1,5 +1,7 @@
 """The report in a terminal: verdict and table."""
 
+__all__ = ["print_report", "render_text"]
+
 import io
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +14,6 @@ from support_tokens.intervals import Estimate
 from support_tokens.report import words
 from support_tokens.report.verdict import direction, families, verdict
 from support_tokens.results import RobustnessReport
-
-__all__ = ["print_report", "render_text"]
 
 _TONES = {"better": "✓", "worse": "✗", "open": "?", "note": "•"}
 _MARKS = {"lower": " ▼", "higher": " ▲", "unclear": ""}

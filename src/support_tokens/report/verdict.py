@@ -4,14 +4,6 @@ An arm is called better or worse only where the paired interval of the differenc
 seeds allows to be claimed stands in front of it: nothing with one, a tentative statement below five.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
-from support_tokens.intervals import Estimate
-from support_tokens.records import Difference
-from support_tokens.report import words
-from support_tokens.results import RobustnessReport
-
 __all__ = [
     "SCALE_TOLERANCE",
     "SEEDS_FOR_A_CLAIM",
@@ -26,6 +18,14 @@ __all__ = [
     "under_noise",
     "verdict",
 ]
+
+from dataclasses import dataclass
+from typing import Literal
+
+from support_tokens.intervals import Estimate
+from support_tokens.records import Difference
+from support_tokens.report import words
+from support_tokens.results import RobustnessReport
 
 SEEDS_FOR_A_CLAIM = 5
 """Fewer seeds are reported as tentative."""

@@ -1,12 +1,12 @@
 """Figures and names as a reader sees them: the same words in the page, in the terminal and in the verdict."""
 
+__all__ = ["family", "interval", "label", "number", "percent", "ratio", "setting", "signed", "visible"]
+
 import unicodedata
 
 from support_tokens.intervals import Estimate
 from support_tokens.records import PerturbationRecord
 from support_tokens.results import RobustnessReport
-
-__all__ = ["family", "interval", "label", "number", "percent", "ratio", "setting", "signed", "visible"]
 
 _GLYPHS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u00ad": "[SHY]"}
 _FAMILIES = {
