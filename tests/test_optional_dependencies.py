@@ -47,7 +47,7 @@ def test_the_blocker_blocks() -> None:
 def test_package_and_mathematics_need_torch_only() -> None:
     finished = run(
         "import torch, support_tokens\n"
-        "for name in support_tokens.__all__: getattr(support_tokens, name)\n"
+        "for name in set(support_tokens.__all__) - set(support_tokens._LAZY): getattr(support_tokens, name)\n"
         "x = torch.randn(2, 5, 4, dtype=torch.float64)\n"
         "w = torch.randn(1, 3, 4, dtype=torch.float64)\n"
         "print(tuple(support_tokens.attention_slogdet(x, w, w).log_abs_det.shape))\n"
@@ -55,6 +55,18 @@ def test_package_and_mathematics_need_torch_only() -> None:
     )
     assert finished.stderr == ""
     assert finished.stdout == "(2, 5)\n(2, 5, 4)\n"
+
+
+def test_a_public_name_that_needs_more_says_what_to_install() -> None:
+    finished = run(
+        "import support_tokens\n"
+        "assert support_tokens._LAZY\n"
+        "for name in support_tokens._LAZY:\n"
+        "    try: getattr(support_tokens, name)\n"
+        "    except ImportError as error: assert f'{name} needs the package' in str(error), error\n"
+        "    else: raise AssertionError(name)\n"
+    )
+    assert finished.stderr == ""
 
 
 @pytest.mark.parametrize("verb", ["--help", "demo"])

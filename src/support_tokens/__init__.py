@@ -12,10 +12,68 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     barrier        penalties of margins, schedules of their weight, the controller that holds a margin
     law            EmbeddingPrior, the paper's law
     sites          where embeddings enter a model
+    architectures  one table a family of models: where projections, norms and rotations are
+    recording      what the hooks of one attention layer keep
+    states         recorded tensors -> attention states
+    capture        queries, keys and values out of a Hugging Face model
     sources        what a barrier acts on: the law, or the model's own attention
     attach         attach_barrier: one line on a causal language model
     callbacks      the barrier beside the Trainer of transformers
+    run_folder     files that are never half written; the folder of a run
+    corpora        named corpora and files -> text in three parts
+    plan           what one training run is asked to do
+    small_gpt      SmallGPT: a small GPT-2 over characters
+    arms           training arms as configuration
+    trainer_callbacks  progress, metrics, sealed checkpoints
+    training       the Trainer of transformers, set up for an experiment
+    schema         frozen records <-> JSON of a known version
+    intervals      paired BCa intervals over sequences and seeds
+    perturb        seeded perturbations of embeddings
+    perturbation_set   a frozen set of perturbations, known by its checksum
+    records        the plain records that a robustness report is made of
+    results        the robustness report as a frozen value
+    margin_records  log margins of arms as plain records
+    measurement    what one model loses under perturbations
+    robustness     arms x perturbations x seeds -> RobustnessReport
+    analysis       margins of a model's own attention on given tokens
+    report         result JSON -> terminal, HTML, PNG; never a model
+    experiment     runs from end to end: train, evaluate, report
+    cli            the command line, one verb a function
+    __main__       python -m support_tokens
 """
+
+__all__ = [
+    "ArgumentError",
+    "AttentionState",
+    "BarrierCallback",
+    "BarrierHandle",
+    "CaptureError",
+    "DataError",
+    "EmbeddingPrior",
+    "MarginController",
+    "Margins",
+    "NumericalWarning",
+    "RobustnessReport",
+    "RunFolderError",
+    "Slogdet",
+    "SupportTokensError",
+    "TrainingError",
+    "UnsupportedModelError",
+    "WarmupSchedule",
+    "attach_barrier",
+    "attached_barriers",
+    "attention_margins",
+    "attention_slogdet",
+    "capture_attention",
+    "evaluate_robustness",
+    "is_near_singular",
+    "model_margins",
+    "safe_slogdet",
+    "sigma_min",
+]
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from support_tokens.attach import BarrierHandle, attach_barrier, attached_barriers
 from support_tokens.attention import AttentionState
@@ -34,27 +92,31 @@ from support_tokens.law import EmbeddingPrior
 from support_tokens.logdet import Slogdet, is_near_singular, safe_slogdet, sigma_min
 from support_tokens.margins import Margins, attention_margins, attention_slogdet
 
-__all__ = [
-    "ArgumentError",
-    "AttentionState",
-    "BarrierHandle",
-    "CaptureError",
-    "DataError",
-    "EmbeddingPrior",
-    "MarginController",
-    "Margins",
-    "NumericalWarning",
-    "RunFolderError",
-    "Slogdet",
-    "SupportTokensError",
-    "TrainingError",
-    "UnsupportedModelError",
-    "WarmupSchedule",
-    "attach_barrier",
-    "attached_barriers",
-    "attention_margins",
-    "attention_slogdet",
-    "is_near_singular",
-    "safe_slogdet",
-    "sigma_min",
-]
+if TYPE_CHECKING:
+    from support_tokens.analysis import model_margins
+    from support_tokens.callbacks import BarrierCallback
+    from support_tokens.capture import capture_attention
+    from support_tokens.results import RobustnessReport
+    from support_tokens.robustness import evaluate_robustness
+
+
+# What needs more than torch is read when it is first asked for.
+_LAZY = {
+    "BarrierCallback": "callbacks",
+    "RobustnessReport": "results",
+    "capture_attention": "capture",
+    "evaluate_robustness": "robustness",
+    "model_margins": "analysis",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        try:
+            return getattr(import_module(f"support_tokens.{_LAZY[name]}"), name)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"support_tokens.{name} needs the package {error.name}, which is not installed; "
+                "run `pip install 'support-tokens[train]'`."
+            ) from error
+    raise AttributeError(f"module 'support_tokens' has no attribute {name!r}")

@@ -9,6 +9,8 @@ of position $t$; each factor may be absent. What leaves attention passes $P_t W_
 after it.
 """
 
+__all__ = ["AttentionState", "NormJacobian", "Projection", "Rotation", "Rows", "state_from_weights", "take"]
+
 from dataclasses import dataclass
 from typing import overload
 
@@ -16,8 +18,6 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-
-__all__ = ["AttentionState", "NormJacobian", "Projection", "Rotation", "Rows", "state_from_weights", "take"]
 
 Rows = slice | Tensor
 """Query positions: a slice with explicit bounds, or indices `(B, n)` that may differ between sequences."""

@@ -13,6 +13,8 @@ $K = H R_v$; for identity values and a strict mask the determinant is $R \times 
 by a scalar and a rank of one, so the products of weights with weights are formed once and shared by all positions.
 """
 
+__all__ = ["JacobianBlocks"]
+
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,8 +23,6 @@ from torch import Tensor
 
 from support_tokens.attention import AttentionState, NormJacobian, Projection, Rows, take
 from support_tokens.moments import Moments, moments
-
-__all__ = ["JacobianBlocks"]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ degenerate position can neither poison a batch nor pull on it. A merely near-sin
 gradient $J^{-T}$.
 """
 
+__all__ = ["Slogdet", "full_precision", "is_near_singular", "safe_slogdet", "sigma_min"]
+
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-
-__all__ = ["Slogdet", "full_precision", "is_near_singular", "safe_slogdet", "sigma_min"]
 
 
 class Slogdet(NamedTuple):

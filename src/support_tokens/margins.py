@@ -1,6 +1,8 @@
 r"""Margins: sign, $\log|\det J_t|$ and $\sigma_{\min}(J_t)$ of every position, and the support tokens they single
 out."""
 
+__all__ = ["Margins", "attention_margins", "attention_slogdet", "state_margins", "view_sign"]
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,8 +15,6 @@ from support_tokens.attention import AttentionState, Rows, state_from_weights, t
 from support_tokens.errors import ArgumentError
 from support_tokens.jacobian import JacobianBlocks
 from support_tokens.logdet import Slogdet, full_precision, safe_slogdet, sigma_min
-
-__all__ = ["Margins", "attention_margins", "attention_slogdet", "state_margins", "view_sign"]
 
 # Bytes of one chunk's matrices. Large enough that the matrix products are efficient, small beside any model's
 # activations.

@@ -6,14 +6,14 @@ $$ \mu^h_t = \sum_s \alpha^h_{ts} v_s, \qquad
 with $\phi'$ the slope of the logit soft-cap (1 without one). Memory is that of one chunk of positions.
 """
 
+__all__ = ["Moments", "moments"]
+
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from support_tokens.attention import AttentionState, Rows, take
-
-__all__ = ["Moments", "moments"]
 
 
 class Moments(NamedTuple):

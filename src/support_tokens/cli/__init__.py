@@ -1,0 +1,29 @@
+"""The command `support-tokens`. Exit 0: done; 1: failed, with one sentence on stderr; 2: wrong usage."""
+
+__all__ = ["main"]
+
+import sys
+
+from support_tokens.errors import SupportTokensError
+
+
+def main() -> None:
+    """Runs the verb that the command line names; an error becomes one sentence, never a traceback."""
+    try:
+        from support_tokens.cli.verbs import app
+
+        app()
+    except SupportTokensError as error:
+        _end(str(error), 1)
+    except ModuleNotFoundError as error:
+        _end(f"the package {error.name} is not installed; run `pip install 'support-tokens[train]'`.", 1)
+    except OSError as error:
+        where = error.filename or "a file"
+        _end(f"'{where}' cannot be read or written ({error.strerror or error}); free space or check permissions.", 1)
+    except KeyboardInterrupt as error:
+        _end(str(error) or "interrupted; where a verb has --resume, that goes on from the last good state.", 130)
+
+
+def _end(sentence: str, code: int) -> None:
+    print(f"support-tokens: {sentence}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,133 @@
+"""The verbs of the command line, one function each; what a verb needs is imported when it runs."""
+
+__all__ = ["app"]
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from support_tokens.errors import ArgumentError, RunFolderError
+
+app = typer.Typer(
+    name="support-tokens",
+    help="Stability margins and support tokens of causal language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Output = Annotated[Path, typer.Option(help="Folder to write into.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an earlier result in the folder.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
+Data = Annotated[str, typer.Option(help="kjv, python-docs, python-source, a path, or hub:NAME[:CONFIG].")]
+
+
+def _with_plan(default: str) -> Callable[[Callable], Callable]:
+    """Gives a verb one option for each field of the training plan, documented by the field itself."""
+
+    def decorate(verb: Callable) -> Callable:
+        from support_tokens.plan import PLANS, TrainingPlan
+
+        chosen = PLANS[default]
+        own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=getattr(chosen, field.name),
+                annotation=Annotated[field.type, typer.Option(help=field.metadata["help"], rich_help_panel="Plan")],
+            )
+            for field in dataclasses.fields(TrainingPlan)
+        ]
+        verb.__signature__ = inspect.Signature(own + options)  # type: ignore[attr-defined]
+        verb.__annotations__ = {p.name: p.annotation for p in own + options}
+        return verb
+
+    return decorate
+
+
+@app.command()
+@_with_plan("demo")
+def demo(
+    *,
+    output: Output = Path("runs/demo"),
+    data: Data = "kjv",
+    force: Force = False,
+    resume: Resume = False,
+    **plan: Any,
+) -> None:
+    """Train three arms of SmallGPT, try them under noise, and write a report: the main job, in minutes."""
+    from support_tokens.experiment import run_experiment
+    from support_tokens.plan import TrainingPlan
+    from support_tokens.report import print_report
+
+    arms = {name: _arm(name) for name in ("ce", "barrier", "noise")}
+    report = run_experiment(output, data, TrainingPlan(**plan), arms, resume=resume, force=force)
+    print_report(report)
+    print(f"Report: {output / 'report.html'}")
+
+
+@app.command()
+@_with_plan("small")
+def train(
+    *,
+    output: Output,
+    data: Data = "kjv",
+    arm: Annotated[str, typer.Option(help="ce, barrier or noise, with options: barrier:weight=0.05.")] = "barrier",
+    force: Force = False,
+    resume: Resume = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")] = False,
+    **plan: Any,
+) -> None:
+    """Train SmallGPT on a text under one arm."""
+    from support_tokens.corpora import load_corpus
+    from support_tokens.plan import TrainingPlan
+    from support_tokens.training import train as run
+
+    chosen = TrainingPlan(**plan)
+    corpus = load_corpus(data, chosen.context)
+    result = run(chosen, corpus, _arm(arm), output, resume=resume, force=force, tensorboard=tensorboard)
+    print(result.sentence)
+    print(f"Run folder: {result.folder}")
+
+
+@app.command()
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; the first one's arm is the baseline.")],
+    output: Annotated[Path | None, typer.Option(help="Folder for the report; the run folder if there is one.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Corpus whose test part is read; that of training if left out.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=2, help="Windows of the test part.")] = 64,
+    sigma: Annotated[list[float] | None, typer.Option(help="Standard deviation of noise; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    force: Force = False,
+) -> None:
+    """Evaluate trained runs on held-out text, clean and under embedding noise, and write a report."""
+    from support_tokens.experiment import evaluate_runs, write_report
+    from support_tokens.report import print_report
+
+    if output is None and len(runs) > 1:
+        raise ArgumentError(
+            f"--output is required to compare {len(runs)} runs, received none; pass a folder for the report."
+        )
+    folder = runs[0] if output is None else output
+    if (folder / "report.json").exists() and not force:
+        raise RunFolderError(
+            f"'{folder / 'report.json'}' exists; choose another --output, or pass --force to replace it."
+        )
+    sigmas = tuple(sigma) if sigma else (0.1, 0.25, 0.5, 1.0)
+    report = evaluate_runs(runs, data=data, sequences=sequences, sigmas=sigmas, seed=seed)
+    page = write_report(report, folder)
+    print_report(report)
+    print(f"Report: {page}")
+
+
+def _arm(text: str):
+    from support_tokens.arms import parse_arm
+
+    return parse_arm(text)
