@@ -1,0 +1,105 @@
+r"""What is observed of an embedding: a token drawn from logits $E x / \tau$, or the embedding plus Gaussian noise."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from support_tokens.errors import ArgumentError
+
+__all__ = ["CategoricalEmission", "Emission", "GaussianEmission"]
+
+
+class Emission(Protocol):
+    """Law of an observation given the embedding of its position."""
+
+    def log_prob(self, x: Tensor, observation: Tensor | int) -> Tensor:
+        """Log-density of one observation in nats, for embeddings x `(N, D)`: `(N,)`."""
+        ...
+
+    def posterior(self, mean: Tensor, noise_scale: Tensor, observation: Tensor | int) -> tuple[Tensor, Tensor]:
+        r"""Location `(N, D)` and scale (a scalar) of a normal law near $N(x; \mathrm{mean}, \sigma^2 I)\, p(y \mid x)$.
+
+        Its tails must not be lighter than those of the product, or the weights of a guided filter have no variance.
+        """
+        ...
+
+
+class GaussianEmission:
+    r"""$y = x + \eta$ with $\eta \sim N(0, \tau^2 I)$: an embedding seen through noise.
+
+    Args:
+        noise_scale: $\tau$, in units of the embeddings.
+
+    Example:
+        >>> GaussianEmission(0.5).log_prob(torch.zeros(3, 2), torch.zeros(2))
+        tensor([-0.4516, -0.4516, -0.4516])
+    """
+
+    def __init__(self, noise_scale: float) -> None:
+        if not 0 < noise_scale < math.inf:
+            raise ArgumentError(f"noise_scale must be a positive finite number, received {noise_scale}; pass tau > 0.")
+        self.noise_scale = noise_scale
+
+    def log_prob(self, x: Tensor, observation: Tensor | int) -> Tensor:
+        """Log-density of an observation `(D,)` for embeddings `(N, D)`."""
+        error = (x - observation) / self.noise_scale
+        return -0.5 * error.square().sum(-1) - x.shape[-1] * math.log(self.noise_scale * math.sqrt(2 * math.pi))
+
+    def posterior(self, mean: Tensor, noise_scale: Tensor, observation: Tensor | int) -> tuple[Tensor, Tensor]:
+        """The exact product of two normal laws."""
+        gain = noise_scale**2 / (noise_scale**2 + self.noise_scale**2)
+        return mean + gain * (observation - mean), noise_scale * (1 - gain).sqrt()
+
+
+class CategoricalEmission:
+    r"""$p(y \mid x) = \mathrm{softmax}(E x / \tau)_y$: a token read off its embedding by the output matrix E.
+
+    Args:
+        embeddings: E, `(V, D)`, for instance the input embeddings of a model whose output is tied to them.
+        temperature: $\tau$.
+        bias: Added to the logits, `(V,)`: with $-|E_v|^2 / (2 \tau)$ a token is the more probable the nearer its
+            embedding.
+
+    Raises:
+        ArgumentError: E is no matrix, or the temperature is not positive.
+
+    Example:
+        >>> CategoricalEmission(torch.eye(3)).log_prob(torch.eye(3), 0).exp()
+        tensor([0.5761, 0.2119, 0.2119])
+    """
+
+    def __init__(self, embeddings: Tensor, temperature: float = 1.0, bias: Tensor | None = None) -> None:
+        if embeddings.dim() != 2:
+            raise ArgumentError(
+                f"embeddings must have shape (V, D), received {tuple(embeddings.shape)}; pass a matrix."
+            )
+        if not 0 < temperature < math.inf:
+            raise ArgumentError(f"temperature must be a positive finite number, received {temperature}; pass tau > 0.")
+        self.embeddings = embeddings.detach() / temperature
+        self.bias = torch.zeros_like(self.embeddings[:, 0]) if bias is None else bias.detach()
+
+    def _log_probabilities(self, x: Tensor) -> Tensor:
+        return torch.log_softmax(x @ self.embeddings.T.to(x) + self.bias.to(x), dim=-1)
+
+    def log_prob(self, x: Tensor, observation: Tensor | int) -> Tensor:
+        """Log-probability of token `observation` for embeddings `(N, D)`."""
+        return self._log_probabilities(x)[:, int(observation)]
+
+    def posterior(self, mean: Tensor, noise_scale: Tensor, observation: Tensor | int) -> tuple[Tensor, Tensor]:
+        r"""One Newton step from the mean, with the scale of the prior.
+
+        The step is $\Lambda^{-1} \nabla \log p(y \mid x)$, with $\Lambda$ the precision of the prior plus the Fisher
+        information. The scale stays $\sigma$: a categorical likelihood is log-linear far away, where a narrower
+        proposal would be too light.
+        """
+        table = self.embeddings.to(mean)
+        probability = self._log_probabilities(mean).exp()
+        expected = probability @ table
+        score = table[int(observation)] - expected
+        second = torch.einsum("nv,vd,ve->nde", probability, table, table)
+        information = second - expected.unsqueeze(-1) * expected.unsqueeze(-2)
+        identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        step = torch.linalg.solve(identity + noise_scale**2 * information, noise_scale**2 * score)
+        return mean + step, noise_scale
