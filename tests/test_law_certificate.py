@@ -267,7 +267,7 @@ def test_density_of_the_sampler_integrates_to_one_past_the_boundary():
     noise = axis - torch.stack([attention_mean(row, prior.w_q[None], prior.w_k[None])[2] for row in whole]).detach()
     taken = prior.solve(noise.unsqueeze(1), past=past.expand(len(axis), 2, 1)).x[:, 0]
     density = next_density(prior, past, axis) * ((taken - axis).abs() < 1e-6).squeeze(-1)
-    assert float(torch.trapezoid(density, axis[:, 0])) == pytest.approx(1, abs=0.02)
+    assert float(torch.trapezoid(density, axis[:, 0])) == pytest.approx(1, abs=0.04)
 
 
 def test_past_of_a_wrong_shape_is_refused():

@@ -118,7 +118,9 @@ def test_newton_leaves_a_start_where_the_derivative_vanishes():
 def test_all_three_preimages_of_a_fold_are_found():
     """Two tokens at +-2, a = 1: z - 2 tanh(2 z) = 0 has the roots 0 and +-r."""
     tokens = torch.tensor([-2.0, 2.0], dtype=torch.float64)
-    found, number = all_roots_on_a_line(tokens, tokens, torch.tensor([0.0, 5.0], dtype=torch.float64))
+    found, number = all_roots_on_a_line(
+        tokens.expand(2, 2), tokens.expand(2, 2), torch.tensor([0.0, 5.0], dtype=torch.float64)
+    )
     assert number.tolist() == [3, 1]
     from scipy.optimize import brentq
 

@@ -93,7 +93,8 @@ def preimages(noise: Tensor, past: Tensor, maps: Factors, *, starts: int = 16) -
     queries, keys = _rows(past, maps)
     target = noise @ maps.to_query.T
     if queries.shape[-1] == 1:
-        roots, number = all_roots_on_a_line(queries[:, 0], keys[:, 0], target[:, 0])
+        wide = (len(target), len(past))
+        roots, number = all_roots_on_a_line(queries[:, 0].expand(wide), keys[:, 0].expand(wide), target[:, 0])
         z = roots.unsqueeze(-1)
     else:
         z, number = _search(target, queries, keys, starts)

@@ -27,6 +27,7 @@ HALVINGS = 12
 GRID_PER_LOGIT = 16
 """Points of the search grid in the distance over which a logit changes by one: a fold is wider than that."""
 LARGEST_GRID = 16384
+_CHUNK = 2**22  # entries of the largest matrix of a search
 
 
 class Factors(NamedTuple):
@@ -147,52 +148,61 @@ def is_monotone(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def all_roots_on_a_line(queries: Tensor, keys: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Every solution of one row with one unknown, by sign changes on a grid and bisection to working precision.
+    r"""Every solution of M rows with one unknown, by sign changes on a grid and bisection to working precision.
 
     All solutions lie in $U\epsilon + [\min u, \max u]$. The grid has 16 points in the distance over which a logit
     changes by one, at most 16384 in all. Two solutions that are closer than a step of the grid, which happens at a fold
     only, count as none.
 
     Args:
-        queries: $u_s$, `(t,)`.
-        keys: $c_s$, `(t,)`.
-        target: $U\epsilon$ of M noises, `(M,)`.
+        queries: $u_s$, `(M, t)`.
+        keys: $c_s$, `(M, t)`.
+        target: $U\epsilon$, `(M,)`.
 
     Returns:
         Solutions in ascending order `(M, K)`, filled up with NaN, and their number `(M,)`; it is odd.
 
     Example:
-        >>> u = torch.tensor([-2.0, 2.0])
+        >>> u = torch.tensor([[-2.0, 2.0]])
         >>> all_roots_on_a_line(u, u, torch.tensor([0.1]))[0]
         tensor([[-1.8980, -0.0334,  2.0991]])
     """
-    width = float(queries.amax() - queries.amin())
-    logits = width * float(keys.amax() - keys.amin())
+    low, high = queries.amin(-1), queries.amax(-1)
+    logits = float(((high - low) * (keys.amax(-1) - keys.amin(-1))).max())
     count = int(min(LARGEST_GRID, 64 + GRID_PER_LOGIT * logits))
+    chunk = max(1, _CHUNK // (count * queries.shape[-1]))
+    if len(target) > chunk:
+        parts = [
+            all_roots_on_a_line(*part) for part in zip(*(t.split(chunk) for t in (queries, keys, target)), strict=True)
+        ]
+        most = max(roots.shape[1] for roots, _ in parts)
+        pad = torch.nn.functional.pad
+        return (
+            torch.cat([pad(roots, (0, most - roots.shape[1]), value=math.nan) for roots, _ in parts]),
+            torch.cat([number for _, number in parts]),
+        )
     unit = torch.linspace(0, 1, count, dtype=queries.dtype, device=queries.device)
     # F <= 0 at the left end and F >= 0 at the right one; the margin makes both strict where all weight is on one token.
-    margin = 1e-3 * width + 16 * torch.finfo(queries.dtype).eps * (1 + float(queries.abs().amax()))
-    low = queries.amin() - margin
-    grid = target[:, None] + low + unit * (width + 2 * margin)
+    margin = 1e-3 * (high - low) + 16 * torch.finfo(queries.dtype).eps * (1 + queries.abs().amax(-1))
+    left_end = target + low - margin
+    grid = left_end[:, None] + unit * (high - low + 2 * margin)[:, None]
 
     def residual(z: Tensor, row: Tensor) -> Tensor:
-        weights = torch.softmax(z.unsqueeze(-1) * keys, dim=-1)
-        return z - weights @ queries - target[row]
+        weights = torch.softmax(z.unsqueeze(-1) * keys[row].unsqueeze(-2), dim=-1)
+        return z - (weights * queries[row].unsqueeze(-2)).sum(-1) - target[row].unsqueeze(-1)
 
-    values = residual(grid, torch.arange(len(target), device=grid.device)[:, None])
-    positive = values >= 0
+    positive = residual(grid, torch.arange(len(target), device=grid.device)) >= 0
     row, column = (positive[:, 1:] != positive[:, :-1]).nonzero(as_tuple=True)
     left, right, rising = grid[row, column], grid[row, column + 1], positive[row, column + 1]
     for _ in range(60):
         middle = 0.5 * (left + right)
-        above = residual(middle, row) >= 0
-        go_left = above == rising
+        go_left = (residual(middle.unsqueeze(-1), row).squeeze(-1) >= 0) == rising
         left, right = torch.where(go_left, left, middle), torch.where(go_left, middle, right)
     number = torch.bincount(row, minlength=len(target))
     if not (number % 2 == 1).all():
         raise NumericalError(
-            f"an equation of one unknown must have an odd number of solutions, found {number.tolist()}; pass finite "
-            "embeddings."
+            f"an equation of one unknown must have an odd number of solutions, found {sorted(set(number.tolist()))}; "
+            "pass finite embeddings."
         )
     first = torch.cumsum(number, 0) - number
     roots = torch.full((len(target), int(number.max())), math.nan, dtype=grid.dtype, device=grid.device)

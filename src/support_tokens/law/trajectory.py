@@ -99,18 +99,15 @@ def next_embedding(
     roots = newton(start, queries, keys, target, tolerance)
     z, residual, converged = roots.z, roots.residual, roots.converged
     if queries.shape[-1] == 1:
-        for row in (~is_monotone(queries, keys)).nonzero().squeeze(-1).tolist():
-            found, number = all_roots_on_a_line(queries[row, :, 0], keys[row, :, 0], target[row])
-            nearest = (found - start[row]).abs().nan_to_num(math.inf).argmin(-1, keepdim=True)
-            again = newton(
-                found.gather(-1, nearest), queries[row : row + 1], keys[row : row + 1], target[row : row + 1], tolerance
-            )
-            z[row], residual[row], converged[row], count[row] = (
-                again.z[0],
-                again.residual[0],
-                again.converged[0],
-                number[0],
-            )
+        folding = (~is_monotone(queries, keys)).nonzero().squeeze(-1)
+        if len(folding):
+            u, c, goal = queries[folding], keys[folding], target[folding]
+            found, number = all_roots_on_a_line(u[..., 0], c[..., 0], goal[:, 0])
+            nearest = (found - start[folding]).abs().nan_to_num(math.inf).argmin(-1, keepdim=True)
+            # Bisection leaves a few roundings; Newton takes them away and says what is left.
+            again = newton(found.gather(-1, nearest), u, c, goal, tolerance)
+            z[folding], residual[folding], converged[folding] = again.z, again.residual, again.converged
+            count[folding] = number
     elif past > 1:
         count.zero_()
     for row in (~converged).nonzero().squeeze(-1).tolist():
