@@ -10,7 +10,8 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     logdet         sign and log|det| with a gradient that is safe at the boundary
     margins        Margins, attention_slogdet, attention_margins
     barrier        penalties of margins, schedules of their weight, the controller that holds a margin
-    law            EmbeddingPrior, the paper's law
+    law            EmbeddingPrior, the paper's law: density, sampling, certificates, depth
+    filtering      particle filter over latent embeddings
     sites          where embeddings enter a model
     architectures  one table a family of models: where projections, norms and rotations are
     recording      what the hooks of one attention layer keep
