@@ -33,6 +33,7 @@ _COMMON = {
     "eos_token_id": 2,
 }
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 _SLIDING = {"sliding_window": 3}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 
@@ -55,7 +56,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "gpt2": Case("gpt2", {"scale_attn_by_inverse_layer_idx": True}, float32_inside=False),
+    "gpt2": Case("gpt2", {"scale_attn_by_inverse_layer_idx": True, **_NO_DROPOUT}, float32_inside=False),
     "gpt_neox": Case("gpt_neox", {"rotary_pct": 0.5, "hidden_size": 16}, float32_inside=False),
     "gpt_neox-sequential": Case("gpt_neox", {"use_parallel_residual": False, "hidden_size": 16}, float32_inside=False),
     "opt": Case("opt", {"ffn_dim": 16, "word_embed_proj_dim": WIDTH}, float32_inside=False, mlp=""),

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from support_tokens.architectures import architecture_of
 from support_tokens.attention import AttentionState
@@ -62,12 +63,12 @@ class AttentionCapture:
         self.layers: tuple[int, ...] = _indices(layers, len(blocks))
         self._recorders = {index: LayerRecorder(self.architecture, blocks[index], index) for index in self.layers}
         self._grad_outside = False
-        attentions = [blocks[index].get_submodule(self.architecture.attention) for index in self.layers]
-        for attention in attentions:
+        attentions = {index: blocks[index].get_submodule(self.architecture.attention) for index in self.layers}
+        for attention in attentions.values():
             _check_readable(self._name, attention)
         owner = next(m for m in model.modules() if any(child is blocks for child in m.children()))
         self._handles = [owner.register_forward_pre_hook(self._before)]
-        for index, attention in zip(self.layers, attentions, strict=True):
+        for index, attention in attentions.items():
             self._handles += self._recorders[index].attach(blocks[index])
             _tap(attention, self._recorders[index])
         self._attentions = attentions
@@ -109,7 +110,7 @@ class AttentionCapture:
         if self._grad_outside and not recorder.grad_enabled:
             raise CaptureError(
                 f"{where} ran without gradients inside a pass with gradients, as reentrant checkpointing does, and its "
-                "penalty would have no gradient; set gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "penalty would have no gradient; checkpoint with use_reentrant=False."
             )
         return attention_state(recorder, attention_mask, where)
 
@@ -117,9 +118,9 @@ class AttentionCapture:
         """Takes hooks away and points the modules to their own configuration again; states that were captured stay."""
         for handle in self._handles:
             handle.remove()
-        for index, attention in zip(self.layers, self._attentions, strict=True):
+        for index, attention in self._attentions.items():
             _untap(attention, self._recorders[index])
-        self._handles, self._attentions = [], []
+        self._handles, self._attentions = [], {}
 
 
 @contextmanager
@@ -170,7 +171,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
         _refuse(type(module).__name__, implementation)
     for recorder in tap.recorders:
         recorder.on_attention(query, key, value, attention_mask, kwargs)
-    function = AttentionInterface._global_mapping["sdpa"] if implementation == "sdpa" else tap.eager
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, tap.eager)
     return function(module, query, key, value, attention_mask, **kwargs)
 
 

@@ -83,7 +83,8 @@ class LayerRecorder(_Recorder):
     @property
     def complete(self) -> bool:
         """Whether a forward pass has left everything here."""
-        return "query" in self.tensors and all(recorder.tensors for recorder in self.norms.values())
+        wanted = ("query", "cos", "sin") if self.rotates else ("query",)
+        return all(name in self.tensors for name in wanted) and all(norm.tensors for norm in self.norms.values())
 
     def clear(self) -> None:
         """Forgets the last forward pass."""
@@ -118,7 +119,7 @@ class LayerRecorder(_Recorder):
                 "its keys are; use a DynamicCache."
             )
         self.tensors.update(weights)
-        if self.rotates:
+        if self.rotates and kwargs.get("position_embeddings") is not None:
             self.tensors["cos"], self.tensors["sin"] = kwargs["position_embeddings"]
 
     @property

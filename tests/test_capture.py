@@ -1,0 +1,470 @@
+"""Capture under what people do to models: caches, checkpointing, compilation, adapters, copies, other precisions."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+from support_tokens.capture import AttentionCapture, capture_attention
+from support_tokens.errors import ArgumentError, CaptureError, UnsupportedModelError
+from support_tokens.margins import state_margins
+from tiny_models import everything_in_float64, left_and_right_padding, tiny_model
+
+LAYERS = (0, 1)
+IDS, MASK = left_and_right_padding()
+BATCH = {"input_ids": IDS, "attention_mask": MASK}
+
+
+def margins_of(capture: AttentionCapture, mask: Tensor | None = MASK) -> dict[int, Tensor]:
+    return {layer: state_margins(state).log_abs_det for layer, state in capture.states(mask).items()}
+
+
+def measured(model: nn.Module, layers: tuple[int, ...] = LAYERS, **batch) -> dict[int, Tensor]:
+    batch = batch or BATCH
+    with torch.no_grad(), capture_attention(model, layers) as capture:
+        model(**batch)
+    return margins_of(capture, batch.get("attention_mask"))
+
+
+def penalty_gradients(model: nn.Module, capture: AttentionCapture, **options) -> tuple[Tensor, dict[str, Tensor]]:
+    """The penalty of one training step and its gradient by every parameter that has one."""
+    model.zero_grad()
+    model(**BATCH, use_cache=False, **options)
+    penalty = -sum(value.mean() for value in margins_of(capture).values())
+    penalty.backward()
+    capture.clear()
+    return penalty.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-10) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert_close(found[name], expected[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# What a capture leaves alone
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-bias-eager", "gemma2", "gpt_oss"])
+def test_the_model_computes_what_it_did_bit_for_bit(name: str) -> None:
+    model = tiny_model(name, dtype=torch.float32)
+    with torch.no_grad():
+        before = model(**BATCH).logits
+        with capture_attention(model, LAYERS):
+            during = model(**BATCH).logits
+    assert torch.equal(before, during)
+
+
+def test_only_captured_modules_see_another_configuration_and_it_is_given_back() -> None:
+    config = LlamaConfig(vocab_size=23, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    model, sibling = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    attentions = [block.self_attn for block in model.model.layers]
+    before = [dict(vars(attention)) for attention in attentions]
+    with capture_attention(model, (1,)):
+        assert model.config._attn_implementation == "sdpa"
+        assert attentions[0].config is before[0]["config"]
+        assert attentions[1].config._attn_implementation == "support_tokens"
+        assert sibling.model.layers[1].self_attn.config._attn_implementation == "sdpa"
+    for attention, variables in zip(attentions, before, strict=True):
+        assert vars(attention).keys() == variables.keys()
+        assert attention.config is variables["config"]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_an_implementation_set_during_a_capture_holds_for_captured_layers_too() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    expected = measured(model)
+    with torch.no_grad(), capture_attention(model, LAYERS) as capture:
+        model.set_attn_implementation("eager")
+        weights = model(**BATCH, output_attentions=True).attentions
+    assert all(w is not None for w in weights)
+    for layer, values in margins_of(capture).items():
+        assert_close(values, expected[layer], rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_saved_under_a_capture_is_the_stock_one(tmp_path) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with capture_attention(model, LAYERS):
+        assert not [key for key in model.state_dict() if "support_tokens" in key]
+        model.save_pretrained(tmp_path)
+    assert "support_tokens" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**BATCH).logits, model(**BATCH).logits)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "olmo2", "gpt_oss"])
+def test_margins_have_the_gradient_of_finite_differences_by_every_parameter(name: str) -> None:
+    model = tiny_model(name)
+    generator = torch.Generator().manual_seed(1)
+    direction = [1e-6 * torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
+
+    def shifted(sign: int) -> Tensor:
+        with torch.no_grad():
+            for parameter, step in zip(model.parameters(), direction, strict=True):
+                parameter += sign * step
+        return sum(values.sum() for values in measured(model).values())
+
+    with everything_in_float64():
+        with capture_attention(model, LAYERS) as capture:
+            model(**BATCH)
+            value = sum(values.sum() for values in margins_of(capture).values())
+            gradients = torch.autograd.grad(value, list(model.parameters()), allow_unused=True)
+        by_gradient = sum((g * step).sum() for g, step in zip(gradients, direction, strict=True) if g is not None)
+        by_difference = (shifted(1) - (shifted(-2))) / 2
+    assert_close(by_gradient, by_difference, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_checkpointing_without_reentry_keeps_the_gradient(name: str) -> None:
+    model = tiny_model(name)
+    capture = AttentionCapture(model, LAYERS)
+    expected = penalty_gradients(model.train(), capture)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    found = penalty_gradients(model, capture)
+    assert torch.equal(found[0], expected[0])
+    same_gradients(found[1], expected[1])
+
+
+def test_checkpointing_of_a_step_with_its_loss_records_nothing_in_the_backward_pass() -> None:
+    model = tiny_model("llama").train()
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    capture = AttentionCapture(model, (0,))
+    loss = model(**BATCH, labels=IDS, use_cache=False).loss
+    capture.clear()
+    loss.backward()
+    with pytest.raises(CaptureError, match="left no queries"):
+        capture.states()
+
+
+def test_reentrant_checkpointing_is_refused_by_name() -> None:
+    model = tiny_model("llama").train()
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
+    model.enable_input_require_grads()
+    capture = AttentionCapture(model)
+    model(**BATCH, use_cache=False)
+    with pytest.raises(CaptureError, match=r"layer 0 of LlamaForCausalLM .* use_reentrant=False"):
+        capture.states(MASK)
+    with torch.no_grad():
+        model(**BATCH)
+    assert torch.isfinite(margins_of(capture)[0]).all()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_states_of_a_pass_without_gradients_can_be_used_where_gradients_are_on(context) -> None:
+    model = tiny_model("gemma3", dtype=torch.float32)
+    expected = measured(model)
+    with capture_attention(model, LAYERS) as capture:
+        with context():
+            model(**BATCH)
+        for layer, state in capture.states(MASK).items():
+            margins = state_margins(state)
+            assert not margins.log_abs_det.requires_grad
+            assert torch.equal(margins.log_abs_det, expected[layer])
+            assert torch.isfinite(margins.sigma_min).all()
+
+
+@pytest.mark.parametrize(("backend", "compiled_first"), [("aot_eager", True), ("aot_eager", False), ("eager", True)])
+def test_a_compiled_model_gives_the_eager_gradient(backend: str, compiled_first: bool) -> None:
+    torch._dynamo.reset()
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1)
+    reference = AttentionCapture(model)
+    expected = penalty_gradients(model, reference)
+    reference.remove()
+    compiled = torch.compile(model, backend=backend)
+    if compiled_first:
+        compiled(**BATCH, use_cache=False)
+        capture = AttentionCapture(compiled)
+    else:
+        capture = AttentionCapture(model)
+    found = penalty_gradients(compiled, capture)
+    assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    # A compiled graph gives zero where an eager one gives none: to what comes after attention.
+    gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in found[1].items()}
+    everything = {name: expected[1].get(name, torch.zeros_like(gradient)) for name, gradient in gradients.items()}
+    assert expected[1].keys() <= gradients.keys()
+    same_gradients(gradients, everything, atol=1e-4 * max(float(g.abs().max()) for g in expected[1].values()))
+    capture.remove()
+    torch._dynamo.reset()
+
+
+# Caches
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "olmo2"])
+@pytest.mark.parametrize("pieces", [[1] * 7, [3, 4]], ids=["token-by-token", "two-pieces"])
+def test_a_cache_gives_the_margins_of_the_full_pass(name: str, pieces: list[int]) -> None:
+    model = tiny_model(name)
+    ids = IDS[2:]
+    full = measured(model, input_ids=ids, attention_mask=MASK[2:])
+    found: dict[int, list[Tensor]] = {layer: [] for layer in LAYERS}
+    cache, start = None, 0
+    with torch.no_grad(), capture_attention(model, LAYERS) as capture:
+        for piece in pieces:
+            out = model(ids[:, start : start + piece], attention_mask=MASK[2:, : start + piece], cache=cache)
+            cache, start = out.cache, start + piece
+            for layer, state in capture.states().items():
+                assert state.length == piece
+                found[layer].append(state_margins(state).log_abs_det)
+    for layer in LAYERS:
+        assert_close(torch.cat(found[layer], dim=1), full[layer], rtol=0, atol=1e-4)
+
+
+def test_generation_leaves_the_state_of_the_newest_token() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with capture_attention(model) as capture:
+        out = model.generate(IDS[2:], attention_mask=MASK[2:], max_new_tokens=3, do_sample=False)
+    (newest,) = measured(model, (0,), input_ids=out[:, :-1], attention_mask=torch.ones_like(out[:, :-1])).values()
+    assert_close(margins_of(capture, None)[0][:, -1], newest[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_of_fixed_size_is_refused() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with capture_attention(model), torch.no_grad(), pytest.raises(CaptureError, match="StaticCache of fixed size"):
+        model(IDS[2:], cache=cache)
+
+
+# Precision
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_sixteen_bit_activations_are_computed_in_float32(name: str, autocast: bool) -> None:
+    model = tiny_model(name, dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.no_grad(), capture_attention(model, LAYERS) as capture, torch.autocast("cpu", enabled=autocast):
+        model(**BATCH)
+        inside = capture.states(MASK)
+        within = {layer: state_margins(state).log_abs_det for layer, state in inside.items()}
+    outside = margins_of(capture)
+    for layer, state in inside.items():
+        assert state.query.dtype == state.to_query.weight.dtype == state.input_norm.direction.dtype == torch.float32
+        assert torch.equal(state.value, state.value.bfloat16().float())
+        assert within[layer].dtype == torch.float32
+        assert torch.equal(within[layer], outside[layer])
+
+
+# Adapters
+
+
+def lora(model: nn.Module, **options) -> nn.Module:
+    targets = ["c_attn", "c_proj"] if model.config.model_type == "gpt2" else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = LoraConfig(r=2, lora_alpha=6, lora_dropout=0.0, target_modules=targets, init_lora_weights=False, **options)
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_counts_and_learns(name: str, checkpointing: bool) -> None:
+    torch.manual_seed(0)
+    model = lora(tiny_model(name), fan_in_fan_out=name == "gpt2").train()
+    merged = copy.deepcopy(model).merge_and_unload()
+    expected = measured(merged)
+    for layer, found in measured(model).items():
+        assert_close(found, expected[layer], rtol=0, atol=1e-9 if name == "gpt2" else 1e-4)
+    with model.disable_adapter():
+        without = measured(model)
+    assert any((without[layer] - measured(model)[layer]).abs().max() > 1e-2 for layer in LAYERS)
+    capture = AttentionCapture(model, LAYERS)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    _, gradients = penalty_gradients(model, capture)
+    assert all("lora_" in parameter for parameter in gradients)
+    reference = AttentionCapture(merged, LAYERS)
+    for parameter in merged.parameters():
+        parameter.requires_grad_(True)
+    _, of_merged = penalty_gradients(merged, reference)
+    stem = "transformer.h.0.attn.c_attn" if name == "gpt2" else "model.layers.0.self_attn.k_proj"
+    weight = of_merged[f"{stem}.weight"].T if name == "gpt2" else of_merged[f"{stem}.weight"]
+    a, b = (model.get_parameter(f"base_model.model.{stem}.lora_{x}.default.weight") for x in "AB")
+    # By the chain rule of W + 3 B A.
+    assert_close(gradients[f"base_model.model.{stem}.lora_A.default.weight"], 3 * b.T @ weight, rtol=1e-4, atol=1e-4)
+    assert_close(gradients[f"base_model.model.{stem}.lora_B.default.weight"], 3 * weight @ a.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_merged_adapter_is_not_counted_twice() -> None:
+    torch.manual_seed(0)
+    model = lora(tiny_model("gpt2"), fan_in_fan_out=True)
+    expected = measured(model)
+    model.merge_adapter()
+    for layer, found in measured(model).items():
+        assert_close(found, expected[layer], rtol=0, atol=1e-9)
+
+
+def test_variants_of_lora_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"adapter 'default' of Linear is a variant of LoRA"):
+        measured(lora(tiny_model("llama"), use_dora=True))
+
+
+def test_other_adapters_are_refused() -> None:
+    from peft import IA3Config
+
+    model = get_peft_model(
+        tiny_model("llama"), IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"peft\.tuners\.ia3.* in a way whose effective weight is not known"
+    ):
+        measured(model)
+
+
+# Copies
+
+
+def test_a_deep_copy_captures_for_itself_and_holds_no_tensors() -> None:
+    model = tiny_model("gemma3", dtype=torch.float32)
+    capture = AttentionCapture(model, LAYERS)
+    model(**BATCH)
+    copied_model, copied = copy.deepcopy((model, capture))
+    with pytest.raises(CaptureError, match="left no queries"):
+        copied.states()
+    with torch.no_grad():
+        copied_model.model.embed_tokens.weight.mul_(2)
+        copied_model(**BATCH)
+    after = margins_of(copied)
+    assert all((after[layer] - values).abs().max() > 1e-4 for layer, values in margins_of(capture).items())
+    copied.remove()
+    assert not any(module._forward_pre_hooks for module in copied_model.modules())
+    assert copied_model.model.layers[0].self_attn.config is copied_model.config
+    model(**BATCH)
+    assert capture.states().keys() == {0, 1}
+
+
+def test_a_pickled_model_captures_for_itself() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    capture = AttentionCapture(model, LAYERS)
+    model(**BATCH)
+    expected = margins_of(capture)
+    buffer = io.BytesIO()
+    pickle.dump((model, capture), buffer)
+    buffer.seek(0)
+    loaded_model, loaded = pickle.load(buffer)
+    with torch.no_grad():
+        loaded_model(**BATCH)
+    for layer, values in margins_of(loaded).items():
+        assert torch.equal(values, expected[layer])
+    loaded.remove()
+    assert loaded_model.model.layers[0].self_attn.config is loaded_model.config
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_captures_of_one_layer_are_removed_in_any_order(order: tuple[int, int]) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    config = model.config
+    captures = [AttentionCapture(model, (0,)), AttentionCapture(model, (0, 1))]
+    with torch.no_grad():
+        model(**BATCH)
+    assert torch.equal(margins_of(captures[0])[0], margins_of(captures[1])[0])
+    captures[order[0]].remove()
+    with torch.no_grad():
+        model(**BATCH)
+    assert torch.isfinite(margins_of(captures[order[1]])[0]).all()
+    captures[order[1]].remove()
+    captures[order[1]].remove()
+    assert all(block.self_attn.config is config for block in model.model.layers)
+
+
+def test_an_offloaded_model_gives_its_margins() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    expected = measured(model)
+    cpu_offload(model, execution_device="cpu", state_dict={n: t.clone() for n, t in model.state_dict().items()})
+    assert model.model.layers[0].self_attn.q_proj.weight.device.type == "meta"
+    for layer, values in measured(model).items():
+        assert torch.equal(values, expected[layer])
+    assert model.model.layers[0].self_attn.q_proj.weight.device.type == "meta"
+
+
+# Refusals
+
+
+def test_nothing_captured_is_an_error() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with capture_attention(model) as capture, pytest.raises(CaptureError, match="layer 0 of LlamaForCausalLM left no"):
+        capture.states()
+    model(**BATCH)
+    with pytest.raises(CaptureError, match="one forward pass through it is required"):
+        capture.states()
+
+
+def test_a_pass_that_fails_leaves_nothing_of_the_one_before() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with torch.no_grad(), capture_attention(model, LAYERS) as capture:
+        model(**BATCH)
+        handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**BATCH)
+        handle.remove()
+        with pytest.raises(CaptureError, match="layer 1"):
+            capture.states()
+
+
+def test_masks_that_are_not_causal_are_refused() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    bidirectional = torch.ones(3, 1, 7, 7, dtype=torch.bool)
+    biased = torch.zeros(3, 1, 7, 7).masked_fill(~bidirectional.tril(), -torch.inf) - torch.eye(7)
+    for mask in (bidirectional, biased):
+        with torch.no_grad(), capture_attention(model) as capture:
+            model(IDS, attention_mask=mask)
+        with pytest.raises(CaptureError, match="where a causal one of 0 and -inf is required"):
+            capture.states()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_four_dimensions_says_who_is_real(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    seen = torch.ones(7, 7, dtype=torch.bool).tril() & MASK.bool()[:, None, None, :]
+    mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(dtype).min)
+    with torch.no_grad(), capture_attention(model) as capture:
+        model(IDS, attention_mask=mask)
+    margins = state_margins(capture.states(mask)[0])
+    assert torch.equal(margins.valid, MASK.bool())
+    assert_close(margins.log_abs_det, measured(model)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [(), (2,), (-3,), (0, -2), (0.0,), (True,)])
+def test_layers_that_are_not_there_are_named(layers: tuple) -> None:
+    with pytest.raises(ArgumentError, match="layers must"):
+        AttentionCapture(tiny_model("llama"), layers)
+
+
+def test_layers_count_from_the_end() -> None:
+    assert AttentionCapture(tiny_model("llama"), (-1, 0)).layers == (1, 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (3, 6), (3, 7, 7)])
+def test_an_attention_mask_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with torch.no_grad(), capture_attention(model) as capture:
+        model(**BATCH)
+    with pytest.raises(ArgumentError, match="attention_mask must have"):
+        capture.states(torch.ones(shape))
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+def test_other_attention_implementations_are_refused(implementation: str) -> None:
+    model = tiny_model("llama")
+    model.config._attn_implementation_internal = implementation
+    with pytest.raises(UnsupportedModelError, match=f"'{implementation}'.*attn_implementation='sdpa'"):
+        AttentionCapture(model)
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="attends in both directions"):
+        AttentionCapture(tiny_model("gemma3", use_bidirectional_attention=True))
+
+
+def test_threads_of_data_parallel_are_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn._is_replica = True
+    with capture_attention(model), pytest.raises(CaptureError, match="DataParallel"):
+        model(**BATCH)
