@@ -1,19 +1,27 @@
 r"""The paper's law of embeddings: exact density, sampling, certificates, depth.
 
-prior -> distribution -> depth; underneath, solve (one position), trajectory (all of them), certificate and mass.
+prior -> distribution, depth, coupling; underneath: solve (one position), trajectory (all), certificate and mass.
 """
 
 __all__ = [
     "Certificate",
+    "Concentration",
+    "Coupling",
     "EmbeddingLaw",
     "EmbeddingPrior",
+    "LawStack",
+    "LayerLaw",
     "Mass",
     "NoiseToEmbeddings",
     "Preimages",
     "Solution",
+    "barrier_concentration",
+    "coupling_spectrum",
 ]
 
 from support_tokens.law.certificate import Certificate
+from support_tokens.law.coupling import Concentration, Coupling, barrier_concentration, coupling_spectrum
+from support_tokens.law.depth import LawStack, LayerLaw
 from support_tokens.law.distribution import EmbeddingLaw, NoiseToEmbeddings
 from support_tokens.law.mass import Mass, Preimages
 from support_tokens.law.prior import EmbeddingPrior

@@ -1,0 +1,122 @@
+r"""Attraction and repulsion: the spectrum of the coupling, and which positions carry the gradient of the barrier.
+
+The symmetric part of $\Sigma_t A$ has positive eigenvalues in directions in which tokens attract, where the margin
+shrinks, and negative ones where they repel and the margin grows; in one dimension $J_t = 1 - a\,\mathrm{Var}_t$, as
+between aligned and opposed spins.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from support_tokens.errors import ArgumentError
+from support_tokens.jacobian import JacobianBlocks
+from support_tokens.law.prior import EmbeddingPrior
+from support_tokens.logdet import full_precision
+
+__all__ = ["Concentration", "Coupling", "barrier_concentration", "coupling_spectrum"]
+
+_CHUNK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Coupling:
+    r"""Spectrum of the coupling at every position.
+
+    Args:
+        eigenvalues: Of the symmetric part of $\Sigma_t A$, ascending, `(B, T, D)`; 0 at padding.
+        attraction: Sum of the positive ones, `(B, T)`.
+        repulsion: Minus the sum of the negative ones, `(B, T)`.
+    """
+
+    eigenvalues: Tensor
+    attraction: Tensor
+    repulsion: Tensor
+
+    @property
+    def attractive_share(self) -> float:
+        """Attraction over attraction plus repulsion, all positions together: 1 all attractive, 0 all repulsive."""
+        total = float((self.attraction + self.repulsion).sum())
+        return float(self.attraction.sum()) / total if total else 0.5
+
+    @property
+    def sentence(self) -> str:
+        """The regime in words."""
+        share = self.attractive_share
+        regime = "attractive" if share > 0.5 else "repulsive" if share < 0.5 else "balanced"
+        return f"Mostly {regime}: {share:.0%} of the coupling's spectrum is attractive, {1 - share:.0%} repulsive."
+
+
+@torch.no_grad()
+def coupling_spectrum(prior: EmbeddingPrior, x: Tensor, attention_mask: Tensor | None = None) -> Coupling:
+    r"""Spectrum of the symmetric part of $\Sigma_t A$ for embeddings `(B, T, D)`; $O(T D^3)$.
+
+    Example:
+        >>> prior = EmbeddingPrior(width=3)
+        >>> with torch.no_grad():
+        ...     _ = prior.w_k.copy_(-prior.w_q)
+        >>> coupling_spectrum(prior, torch.randn(1, 6, 3)).attractive_share < 0.5
+        True
+    """
+    with full_precision(x):
+        state = prior.state(x, attention_mask)
+        blocks = JacobianBlocks(state)
+        size = max(1, _CHUNK_BYTES // (state.batch * state.width**2 * state.value.element_size()))
+        parts = []
+        for begin in range(0, state.length, size):
+            block = blocks.dense(slice(begin, min(begin + size, state.length)))
+            parts.append(torch.linalg.eigvalsh(0.5 * (block + block.mT)))
+    eigenvalues = torch.cat(parts, dim=1)
+    return Coupling(eigenvalues, eigenvalues.clamp_min(0).sum(-1), -eigenvalues.clamp_max(0).sum(-1))
+
+
+@dataclass(frozen=True, eq=False)
+class Concentration:
+    r"""How the gradient of the barrier is shared out.
+
+    Args:
+        norms: $\lVert \partial (-\log|\det J_t|) / \partial x \rVert$ over all embeddings x, `(B, T)`.
+        support: Indices of the k support tokens, `(B, k)`.
+        share: Part of the sum of `norms` that they carry, `(B,)`.
+        even: Part that k tokens carry if all positions that can have a margin carry alike, `(B,)`.
+    """
+
+    norms: Tensor
+    support: Tensor
+    share: Tensor
+    even: Tensor
+
+
+def barrier_concentration(prior: EmbeddingPrior, x: Tensor, k: int) -> Concentration:
+    r"""Share of the barrier's gradient on the embeddings that the k support tokens of each sequence carry.
+
+    One backward pass a position: meant for a look at some sequences, not for training.
+
+    Args:
+        prior: The law.
+        x: Embeddings, `(B, T, D)`, T at least k + 2.
+        k: Number of support tokens.
+
+    Raises:
+        ArgumentError: A sequence has fewer than k positions with a margin.
+
+    Example:
+        >>> found = barrier_concentration(EmbeddingPrior(width=3), torch.randn(2, 8, 3), k=2)
+        >>> found.share.shape, found.even
+        (torch.Size([2]), tensor([0.3333, 0.3333]))
+    """
+    leaf = x.detach().clone().requires_grad_()
+    margins = prior.margins(leaf)
+    support = margins.support_tokens(k)
+    if (support < 0).any():
+        raise ArgumentError(f"k must be at most the {x.shape[1] - 2} positions with a margin, received {k}; lower it.")
+    norms = torch.stack(
+        [
+            torch.autograd.grad(margins.log_abs_det[:, t].sum(), leaf, retain_graph=True)[0].flatten(1).norm(dim=-1)
+            for t in range(x.shape[1])
+        ],
+        dim=1,
+    )
+    share = norms.gather(1, support).sum(-1) / norms.sum(-1).clamp_min(torch.finfo(norms.dtype).tiny)
+    return Concentration(norms, support, share, k / margins.rankable.sum(-1).to(norms.dtype))
