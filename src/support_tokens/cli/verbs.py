@@ -120,10 +120,29 @@ def evaluate(
         raise RunFolderError(
             f"'{folder / 'report.json'}' exists; choose another --output, or pass --force to replace it."
         )
+    folder.mkdir(parents=True, exist_ok=True)  # now, so that no evaluation is lost for want of a folder
     sigmas = tuple(sigma) if sigma else (0.1, 0.25, 0.5, 1.0)
     report = evaluate_runs(runs, data=data, sequences=sequences, sigmas=sigmas, seed=seed)
     page = write_report(report, folder)
     print_report(report)
+    print(f"Report: {page}")
+
+
+@app.command()
+def report(
+    source: Annotated[Path, typer.Argument(help="A report.json, or the folder that holds one.")],
+    output: Annotated[Path | None, typer.Option(help="Page to write; report.html beside the JSON if left out.")] = None,
+) -> None:
+    """Make the page and the table of a report again from its JSON alone."""
+    from support_tokens.report import print_report, render_html
+    from support_tokens.results import RobustnessReport
+    from support_tokens.run_folder import write_text
+
+    path = source / "report.json" if source.is_dir() else source
+    made = RobustnessReport.from_json(path)
+    page = path.with_name("report.html") if output is None else output
+    write_text(page, render_html(made))
+    print_report(made)
     print(f"Report: {page}")
 
 
