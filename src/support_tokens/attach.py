@@ -1,124 +1,23 @@
 r"""One line that puts the log-barrier on a causal language model of transformers: `attach_barrier(model,
 weight=0.02)`."""
 
+__all__ = ["BarrierHandle", "attach_barrier", "attached_barriers"]
+
 import math
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from support_tokens.barrier import (
-    PENALTIES,
-    MarginController,
-    Weight,
-    per_token_penalty,
-    sample_positions,
-    weighted_mean,
-)
+from support_tokens.barrier import PENALTIES, MarginController, Weight
 from support_tokens.errors import ArgumentError, UnsupportedModelError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import view_sign
-from support_tokens.sources import PriorSource
+from support_tokens.sources import SLOT, PriorSource
 
-__all__ = ["BarrierHandle", "attach_barrier", "attached_barriers"]
-
-_SLOT = "support_tokens"
-
-
-class _Barrier(nn.Module):
-    """One barrier of a model: a source of margins, a penalty and its weight."""
-
-    def __init__(
-        self, source: PriorSource, weight: Weight, penalty: str, target_margin: float, positions: int | None, seed: int
-    ):
-        super().__init__()
-        self.source = source
-        self.weight, self.penalty, self.target_margin, self.positions = weight, penalty, target_margin, positions
-        self.step = 0
-        self.record: dict[str, Tensor] = {}
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def present_weight(self) -> float | Tensor:
-        """The weight at this step."""
-        return self.weight(self.step) if callable(self.weight) else self.weight
-
-    def penalty_of_last_pass(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
-        """Mean penalty of the last forward pass, a scalar with gradient; it is recorded, without host
-        synchronisation."""
-        valid = self.source.valid()
-        positions = None if self.positions is None else sample_positions(valid, self.positions, self._generator)
-        margins, squared_error = self.source.observe(positions)
-        per_token = per_token_penalty(
-            margins,
-            self.penalty,
-            target_margin=self.target_margin,
-            squared_error=squared_error,
-            noise_scale=self.source.law.noise_scale.detach(),
-        )
-        if num_items is None or labels is None:
-            share = valid.sum(-1) / valid.sum().clamp_min(1)
-        else:
-            # Under gradient accumulation the cross-entropy of a micro-batch is its sum over the items of the whole
-            # batch; the penalty is split alike, each sequence weighing as much as its items, so that any split has the
-            # same gradient.
-            share = (labels != -100).sum(-1) / num_items
-        penalty = weighted_mean(per_token, margins.valid, share.to(per_token))
-        self._note(margins, penalty)
-        return penalty
-
-    @torch.no_grad()
-    def _note(self, margins, penalty: Tensor) -> None:
-        count = margins.valid.sum().clamp_min(1)
-        mean = margins.log_abs_det.masked_fill(~margins.valid, 0.0).sum() / count
-        self.record = {
-            "penalty": penalty.detach(),
-            "log_margin_mean": mean,
-            "log_margin_min": margins.log_abs_det.detach().masked_fill(~margins.valid, math.inf).min(),
-            "negative_share": ((margins.sign < 0) & margins.valid).sum() / count,
-        }
-        if isinstance(self.weight, MarginController):
-            self.weight.update(mean)
-
-
-class _Barriers(nn.Module):
-    """All barriers of one model, in its slot `support_tokens`: their laws train with it and never enter its state
-    dict."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        # The instance attribute only, if any: the property behind it would give a function that is no attribute of
-        # this model.
-        self.original = model.__dict__.get("_loss_function")
-        self.inherited: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
-        self.register_load_state_dict_post_hook(self._expect_no_keys)
-
-    def loss(self, *args, **kwargs) -> Tensor:
-        """Cross-entropy as before, plus the penalties in train mode."""
-        cross_entropy = self.inherited(*args, **kwargs)
-        if not self.training:
-            return cross_entropy
-        labels = kwargs.get("shift_labels")
-        if labels is None:
-            labels = kwargs.get("labels", args[1] if len(args) > 1 else None)
-            labels = None if labels is None else labels[:, 1:]
-        total = cross_entropy
-        for barrier in self.children():
-            penalty = barrier.penalty_of_last_pass(labels, kwargs.get("num_items_in_batch"))  # type: ignore[operator]
-            barrier.record["ce"] = cross_entropy.detach()  # type: ignore[index,union-attr]
-            total = total + barrier.present_weight() * penalty.to(cross_entropy.device)  # type: ignore[operator]
-            barrier.step += 1  # type: ignore[operator]
-            barrier.source.forget()  # type: ignore[union-attr,operator]
-        return total
-
-    def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False) -> dict:  # type: ignore[override]
-        """Nothing: a saved checkpoint must load in stock transformers; `BarrierHandle.state_dict` has the laws."""
-        return {} if destination is None else destination
-
-    @staticmethod
-    def _expect_no_keys(_module: nn.Module, incompatible) -> None:
-        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if f"{_SLOT}." not in key]
+if TYPE_CHECKING:
+    from support_tokens.objective import Barrier, BarrierSlot
 
 
 class BarrierHandle:
@@ -127,7 +26,7 @@ class BarrierHandle:
     Made by `attach_barrier`.
     """
 
-    def __init__(self, barrier: _Barrier, model: nn.Module) -> None:
+    def __init__(self, barrier: "Barrier", model: nn.Module) -> None:
         self._barrier = barrier
         self._model = weakref.ref(model)
 
@@ -136,15 +35,25 @@ class BarrierHandle:
         return f"BarrierHandle(penalty={self._barrier.penalty!r}, weight={self.weight!r}, {state})"
 
     @property
+    def _slot(self) -> "BarrierSlot | None":
+        model = self._model()
+        slot = None if model is None else getattr(model, SLOT, None)
+        return slot if slot is not None and any(b is self._barrier for b in slot.barriers()) else None
+
+    @property
     def attached(self) -> bool:
         """Whether the barrier still acts on its model."""
-        model = self._model()
-        return model is not None and any(b is self._barrier for b in getattr(model, _SLOT, nn.Module()).children())
+        return self._slot is not None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the last forward pass in train mode has entered no loss yet."""
+        return self.attached and self._barrier.source.waiting
 
     @property
     def last(self) -> dict[str, float]:
         """The last training step: `ce`, `penalty`, `log_margin_mean`, `log_margin_min` in nats, `negative_share`;
-        empty before it.
+        empty before it, and without `ce` where the loss was computed outside of the model.
 
         Reading it synchronises with the device; the training step itself does not.
         """
@@ -154,6 +63,10 @@ class BarrierHandle:
     def law(self) -> EmbeddingPrior:
         """The law whose coupling the barrier acts on."""
         return self._barrier.source.law
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the barrier adds to the parameters that an optimiser must train: the law's W_Q and W_K."""
+        return [parameter for parameter in self._barrier.source.parameters() if parameter.requires_grad]
 
     @property
     def weight(self) -> Weight:
@@ -165,51 +78,87 @@ class BarrierHandle:
         self._barrier.weight = _checked_weight(value)
 
     @property
+    def present_weight(self) -> float:
+        r"""$\lambda$ at this step; reading a controller's synchronises with the device."""
+        return float(self._barrier.present_weight())
+
+    @property
     def step(self) -> int:
-        """Steps the schedule has seen: losses computed in train mode, unless set from outside (optimiser steps,
-        say)."""
-        return self._barrier.step
+        """Steps the schedule has seen: penalties computed, unless set from outside (to optimiser steps, say)."""
+        return self._barrier.clock.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._barrier.step = value
+        self._barrier.clock.step = value
 
-    def penalty(self) -> Tensor:
+    def penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
         r"""Mean penalty of the last forward pass in train mode, a scalar with gradient, without $\lambda$.
 
-        For a loop that computes its loss from logits, without labels in the forward pass.
+        For a loop that computes its loss from logits, without labels in the forward pass; it counts once a pass.
+
+        Args:
+            labels: Targets `(B, ...)`, -100 where there is none.
+            num_items: Number of targets in the whole batch, of which this is a micro-batch; None: the mean over tokens.
 
         Raises:
             CaptureError: There was no such pass, or its loss has already counted the penalty.
         """
-        return self._barrier.penalty_of_last_pass()
+        penalty = self._barrier.mean_penalty(labels, num_items)
+        if (slot := self._slot) is not None:
+            slot.count(self._barrier)
+        return penalty
+
+    def weighted_penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
+        r"""$\lambda$ times `penalty()`, to be added to a loss."""
+        weight = self._barrier.present_weight()
+        return weight * self.penalty(labels, num_items)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The law's weights and the state of the position sampler, to be saved beside the model's checkpoint."""
-        law = {f"law.{name}": value.detach().clone() for name, value in self.law.state_dict().items()}
-        return {**law, "positions.rng": self._barrier._generator.get_state(), "step": torch.tensor(self.step)}
+        """What the barrier learned and drew, to be saved beside the model's checkpoint: weights of the law, state of
+        the position sampler, step, weight of a controller.
+
+        Where parameters are sharded (FSDP), every process must call it.
+        """
+        law = {f"law.{name}": _whole(value) for name, value in self.law.state_dict().items()}
+        state = {**law, "positions.rng": self._barrier.generator.get_state(), "step": torch.tensor(self.step)}
+        if isinstance(self.weight, MarginController):
+            state["controller"] = self.weight(self.step).clone()
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take up the state that `state_dict` gave."""
-        self.law.load_state_dict({name.removeprefix("law."): v for name, v in state.items() if name.startswith("law.")})
-        self._barrier._generator.set_state(state["positions.rng"].cpu())
+        """Take up the state that `state_dict` gave.
+
+        Raises:
+            ArgumentError: It is of a barrier of another kind or size.
+        """
+        law = {name.removeprefix("law."): value for name, value in state.items() if name.startswith("law.")}
+        own = dict(self.law.named_parameters())
+        sizes = [{name: tuple(value.shape) for name, value in law_.items()} for law_ in (own, law)]
+        if sizes[0] != sizes[1] or ("controller" in state) != isinstance(self.weight, MarginController):
+            raise ArgumentError(
+                f"the state must be of a law of shapes {sizes[0]} and of the same kind of weight, received {sizes[1]} "
+                f"with the entries {', '.join(state)}; attach the barrier with the options it was saved with."
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(_alike(law[name], parameter))
+        self._barrier.generator.set_state(state["positions.rng"].cpu())
         self.step = int(state["step"])
+        if isinstance(self.weight, MarginController):
+            self.weight.load(state["controller"])
 
     def remove(self) -> None:
         """Take the barrier off and leave the model as it was; a second call does nothing."""
-        model = self._model()
-        if model is None or not self.attached:
+        model, slot = self._model(), self._slot
+        if model is None or slot is None:
             return
-        barriers = getattr(model, _SLOT)
-        name = next(name for name, child in barriers.named_children() if child is self._barrier)
+        name = next(name for name, child in slot.named_children() if child is self._barrier)
         self._barrier.source.remove()
-        delattr(barriers, name)
-        if next(barriers.children(), None) is None:
-            if barriers.original is None:
-                del model.__dict__["_loss_function"]
-            else:
-                model._loss_function = barriers.original
-            delattr(model, _SLOT)
+        slot.watch.listeners.remove(self._barrier.source)
+        delattr(slot, name)
+        slot.count(self._barrier)
+        if next(slot.barriers(), None) is None:
+            slot.remove(model)
 
 
 def attach_barrier(
@@ -291,14 +240,18 @@ def attach_barrier(
         raise ArgumentError(f"target_margin must be a finite number of nats, received {target_margin}; pass 0.0, say.")
 
     causal_model, decoder = _causal_model(model)
-    embedding = causal_model.get_input_embeddings().weight
+    # Here and not above: it brings in the compiler of torch, which transformers has brought in by now.
+    from support_tokens.objective import Barrier, BarrierSlot
+
+    _check_unwrapped(model)
     width = causal_model.config.get_text_config(decoder=True).hidden_size
     generator = torch.Generator().manual_seed(seed)
     law = EmbeddingPrior(width, min(width, 32) if rank is None else rank, noise_scale, generator=generator)
     law.log_noise_scale.requires_grad_(False)  # the penalty has no normaliser that would keep a learned sigma finite
-    law.to(embedding.device)
-    barrier = _Barrier(PriorSource(causal_model, decoder, law), weight, penalty, target_margin, positions, seed)
-    return _install(causal_model, barrier)
+    law.to(_execution_device(causal_model.get_input_embeddings()))
+    slot = getattr(causal_model, SLOT, None) or BarrierSlot(causal_model, decoder)
+    prior = PriorSource(causal_model, decoder, slot.watch, law)
+    return _install(causal_model, slot, Barrier(prior, weight, penalty, target_margin, positions, seed))
 
 
 def attached_barriers(model: nn.Module) -> list[BarrierHandle]:
@@ -314,19 +267,19 @@ def attached_barriers(model: nn.Module) -> list[BarrierHandle]:
         [BarrierHandle(penalty='log', weight=0.02, attached)]
     """
     causal_model, _ = _causal_model(model)
-    return [BarrierHandle(barrier, causal_model) for barrier in getattr(causal_model, _SLOT, nn.Module()).children()]  # type: ignore[arg-type]
+    slot = getattr(causal_model, SLOT, None)
+    return [] if slot is None else [BarrierHandle(barrier, causal_model) for barrier in slot.barriers()]
 
 
-def _install(causal_model: nn.Module, barrier: _Barrier) -> BarrierHandle:
-    if not hasattr(causal_model, _SLOT):
-        barriers = _Barriers(causal_model)
-        setattr(causal_model, _SLOT, barriers)
-        causal_model.loss_function = barriers.loss  # type: ignore[assignment]
-    barriers = getattr(causal_model, _SLOT)
-    taken = {name for name, _ in barriers.named_children()}
-    barriers.add_module(next(f"barrier_{n}" for n in range(len(taken) + 1) if f"barrier_{n}" not in taken), barrier)
-    barriers.train(causal_model.training)
-    return BarrierHandle(barrier, causal_model)
+def _install(model: nn.Module, slot: "BarrierSlot", barrier: "Barrier") -> BarrierHandle:
+    if not hasattr(model, SLOT):
+        setattr(model, SLOT, slot)
+        model.loss_function = slot.loss  # type: ignore[assignment]
+    taken = {name for name, _ in slot.named_children()}
+    slot.add_module(next(f"barrier_{n}" for n in range(len(taken) + 1) if f"barrier_{n}" not in taken), barrier)
+    slot.watch.listeners.append(barrier.source)
+    slot.train(model.training)
+    return BarrierHandle(barrier, model)
 
 
 def _causal_model(model: nn.Module) -> tuple[Any, nn.Module]:
@@ -334,13 +287,58 @@ def _causal_model(model: nn.Module) -> tuple[Any, nn.Module]:
     from transformers import PreTrainedModel
 
     found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if found is None or found.base_model is found or found.get_output_embeddings() is None:
+    if (
+        found is None
+        or found.base_model is found
+        or found.get_output_embeddings() is None
+        or not found.can_generate()
+        or found.config.is_encoder_decoder
+    ):
         raise UnsupportedModelError(
             f"model must be a causal language model of transformers with a language-model head, received "
-            f"{type(model).__name__}; "
-            "load it with AutoModelForCausalLM."
+            f"{type(model if found is None else found).__name__}; load it with AutoModelForCausalLM."
         )
     return found, found.base_model
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Parameters that join after these wrappers are kept equal between processes by nobody."""
+    sharded = (type(p).__name__ == "DTensor" for p in model.parameters())
+    wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+    if any(sharded) or any(type(m).__name__ in wrappers for m in model.modules()):
+        raise ArgumentError(
+            "model must not yet be wrapped by DistributedDataParallel or sharded by FSDP, since the law's parameters "
+            "would differ between processes, and it is; attach the barrier before accelerator.prepare, DDP or "
+            "fully_shard."
+        )
+
+
+def _execution_device(embedding: nn.Module) -> torch.device | int | str:
+    """Where the model computes embeddings; what accelerate offloads has its parameters elsewhere."""
+    device = next(embedding.parameters()).device
+    if device.type != "meta":
+        return device
+    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        raise ArgumentError(
+            "model must have its weights loaded, and its embeddings are on the device 'meta'; attach the barrier after "
+            "the weights are there."
+        )
+    return device
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A copy of a parameter, gathered from all processes where it is sharded."""
+    value = value.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()  # type: ignore[operator]
+
+
+def _alike(value: Tensor, parameter: Tensor) -> Tensor:
+    if not hasattr(parameter, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
 
 
 def _checked_weight(weight: Weight) -> Weight:

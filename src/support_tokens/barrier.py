@@ -1,5 +1,7 @@
 r"""Penalties of margins, schedules of their weight $\lambda$, and the controller that holds a target margin."""
 
+__all__ = ["PENALTIES", "MarginController", "WarmupSchedule", "per_token_penalty", "sample_positions", "weighted_mean"]
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +11,6 @@ from torch import Tensor
 
 from support_tokens.errors import ArgumentError
 from support_tokens.margins import Margins
-
-__all__ = ["PENALTIES", "MarginController", "WarmupSchedule", "per_token_penalty", "sample_positions", "weighted_mean"]
 
 PENALTIES = ("log", "hinge", "map")
 
@@ -149,6 +149,10 @@ class MarginController:
     def __call__(self, step: int) -> Tensor:
         """The present weight; the step plays no part."""
         return self._weight
+
+    def load(self, weight: Tensor) -> None:
+        """Go on from a weight that `controller(step)` gave."""
+        self._weight = weight.detach().clone()
 
     def update(self, mean_log_margin: Tensor) -> None:
         """One step of dual ascent from the mean log margin of a training step."""

@@ -1,13 +1,13 @@
 """Where the embeddings enter a causal language model: the one site that law, noise and analysis share."""
 
+__all__ = ["decoder_blocks", "hook_embeddings", "trains_before"]
+
 from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from support_tokens.errors import UnsupportedModelError
-
-__all__ = ["decoder_blocks", "hook_embeddings"]
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
@@ -70,6 +70,33 @@ def hook_embeddings(model: nn.Module, function: Callable[[Tensor], Tensor | None
     """
 
     return decoder_blocks(model)[0].register_forward_pre_hook(_EmbeddingHook(function), with_kwargs=True)
+
+
+def trains_before(decoder: nn.Module, blocks: nn.ModuleList, layer: int) -> bool:
+    """Whether any parameter is trained that shapes the input of block `layer`: embeddings, or an earlier block.
+
+    Args:
+        decoder: The base model, without head.
+        blocks: Its residual blocks.
+        layer: Index of a block.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
+        >>> _ = model.requires_grad_(False), model.transformer.h[0].requires_grad_(True)
+        >>> [trains_before(model.transformer, model.transformer.h, layer) for layer in (0, 1)]
+        [False, True]
+    """
+    waiting = [decoder]
+    while waiting:
+        module = waiting.pop()
+        if module is blocks:
+            waiting.extend(blocks[:layer])  # type: ignore[arg-type]
+        elif any(p is not None and p.requires_grad for p in module._parameters.values()):
+            return True
+        else:
+            waiting.extend(module.children())
+    return False
 
 
 class _EmbeddingHook:

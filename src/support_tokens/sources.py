@@ -1,60 +1,121 @@
 r"""What a barrier acts on: the paper's law with a coupling of its own, or the model's own attention.
 
-A source listens to forward passes in train mode and afterwards gives margins. It is a module of the model, so that the
-optimiser sees its parameters and `deepcopy`, `to` and `train` reach it; what it holds of the last forward pass never
+A source sees every forward pass of its model through a `PassWatch` and afterwards gives margins. It is a module of the
+model, so that the optimiser sees its parameters and `deepcopy` and `to` reach it; what it holds of a forward pass never
 leaves the process.
 """
 
+__all__ = ["SLOT", "Observation", "PassWatch", "PriorSource"]
+
 import copy
 import inspect
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from support_tokens.attention import take
 from support_tokens.errors import CaptureError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import Margins
-from support_tokens.sites import hook_embeddings
+from support_tokens.moments import moments
+from support_tokens.sites import decoder_blocks, hook_embeddings, trains_before
 
-__all__ = ["Observation", "PriorSource", "TokenMask"]
+SLOT = "support_tokens"
+"""Attribute of a causal language model under which its barriers sit."""
 
 
 class Observation(NamedTuple):
-    r"""Margins of one forward pass, with $|x_t - \mu_t|^2$ `(B, n)` where the source has it."""
+    r"""Margins of one forward pass, with $|x_t - \mu_t|^2$ `(B, n)` where it was asked for."""
 
     margins: Margins
     squared_error: Tensor | None
 
 
-class TokenMask(nn.Module):
-    """Listens to what a decoder is called with: which tokens are real, and which document each belongs to.
+class Listener(Protocol):
+    """What a watch tells of: a pass begins, and whether it is one to look at; a pass ended."""
+
+    def begin(self, look: bool) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class PassWatch:
+    """Sees every call of a decoder: which tokens are real, which document each belongs to, when it begins and ends.
 
     Args:
-        decoder: The base model (without head) of a causal language model; it is called through `__call__` under every
-            wrapper.
+        decoder: The base model (without head) of a causal language model; it is called through `__call__`, once a
+            forward pass, under every wrapper.
+        choose: Called at the beginning of a pass; says whether the listeners look at it.
     """
 
-    def __init__(self, decoder: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, decoder: nn.Module, choose: Callable[[nn.Module], bool]) -> None:
+        self.listeners: list[Listener] = []
         self.attention_mask: Tensor | None = None
         self.position_ids: Tensor | None = None
+        self.looking = False
+        self._mask_kind = ""
+        self._choose = choose
         self._names = tuple(inspect.signature(decoder.forward).parameters)
-        self.hook = decoder.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._hooks = [
+            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            decoder.register_forward_hook(self._after),
+        ]
 
-    def _before(self, _decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _before(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.looking = self._choose(decoder)
+        for listener in self.listeners:
+            listener.begin(self.looking)
+        if not self.looking:
+            return
         called = {**dict(zip(self._names, args, strict=False)), **kwargs}
         mask = called.get("attention_mask")
         self.attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self._mask_kind = "" if mask is self.attention_mask else type(mask).__name__
         self.position_ids = called.get("position_ids")
 
-    def segments(self) -> Tensor | None:
-        """Document of each token `(B, T)` where positions restart within a sequence that has no padding mask; else
+    def _after(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
+        if self.looking:
+            for listener in self.listeners:
+                listener.end()
+
+    def padding_mask(self, length: int) -> Tensor | None:
+        """The mask `(B, length)` of the last pass, non-zero at real tokens, without what it says of a cache; or None.
+
+        Raises:
+            CaptureError: The model received a mask of another kind.
+        """
+        if self._mask_kind:
+            raise CaptureError(
+                f"the model received its attention mask as a {self._mask_kind} that is not of shape (B, T), which the "
+                "barrier of the law cannot read; pass attention_mask (B, T), or position_ids that restart at every "
+                "document."
+            )
+        return None if self.attention_mask is None else self.attention_mask[:, -length:]
+
+    def segments(self, batch: int) -> Tensor | None:
+        """Document of each token `(batch, T)` where positions restart within a sequence that has no padding mask; else
         None."""
-        if self.attention_mask is not None or self.position_ids is None:
+        if self.attention_mask is not None or self.position_ids is None or self.position_ids.dim() != 2:
             return None
         restart = self.position_ids.diff(dim=-1, prepend=self.position_ids[..., :1] - 1) != 1
-        return restart.cumsum(-1)
+        return restart.cumsum(-1).expand(batch, -1)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __deepcopy__(self, memo: dict) -> "PassWatch":
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        for name, value in self.__getstate__().items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        return copied
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "attention_mask": None, "position_ids": None}
 
 
 class PriorSource(nn.Module):
@@ -63,69 +124,95 @@ class PriorSource(nn.Module):
     Args:
         model: A causal language model of transformers.
         decoder: Its base model, without head.
+        watch: Tells of the calls of `decoder`.
         law: The law.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, law: EmbeddingPrior) -> None:
+    def __init__(self, model: nn.Module, decoder: nn.Module, watch: PassWatch, law: EmbeddingPrior) -> None:
         super().__init__()
         self.law = law
-        self._mask = TokenMask(decoder)
-        self._start = decoder.register_forward_pre_hook(self._expect)
+        self._watch = watch
         self._hook = hook_embeddings(model, self._listen)
         # In a tuple, since a module held as an attribute would be registered a second time.
-        self._embedding = (model.get_input_embeddings(),)  # type: ignore[operator]
+        self._site = (decoder, decoder_blocks(model))
         self._x: Tensor | None = None
         self._expecting = False
 
-    def _expect(self, _decoder: nn.Module, _args: tuple) -> None:
-        # The decoder is called once a forward pass; gradient checkpointing calls its blocks again in the backward
-        # pass, and what they see there must not be taken for a new pass.
-        self._expecting, self._x = self.training, None
+    @property
+    def waiting(self) -> bool:
+        """Whether a forward pass was seen and not yet forgotten."""
+        return self._x is not None
+
+    def begin(self, look: bool) -> None:
+        """A forward pass begins."""
+        # Gradient checkpointing calls the blocks again in the backward pass, without the decoder; what they see there
+        # is no new pass.
+        self._expecting = look
+        if look:
+            self._x = None
+
+    def end(self) -> None:
+        """A forward pass ended."""
+        self._expecting = False
 
     def _listen(self, x: Tensor) -> None:
         if self._expecting:
             self._expecting, self._x = False, x
 
-    def observe(self, positions: Tensor | None = None) -> Observation:
-        """Margins of the last forward pass, at all positions or at `positions` `(B, n)`."""
-        x = self.embeddings()
-        mask, segments = self._mask.attention_mask, self._mask.segments()
-        margins = self.law.margins(x, mask, segments=segments, positions=positions)
-        error = (x - self.law.mean(x, mask, segments=segments)).square().sum(-1)
-        return Observation(margins, error if positions is None else error.gather(1, positions))
+    def observe(self, positions: Tensor | None = None, *, squared_error: bool = False) -> Observation:
+        """Margins of the last forward pass, at all positions or at `positions` `(B, n)`.
 
-    def embeddings(self) -> Tensor:
-        """The embeddings `(B, T, D)` of the last forward pass."""
+        Raises:
+            CaptureError: There was no such pass, or the penalty could move nothing of the model.
+        """
+        x = self._embeddings()
+        self._check_gradients(x)
+        mask, segments = self._watch.padding_mask(x.shape[1]), self._watch.segments(x.shape[0])
+        margins = self.law.margins(x, mask, segments=segments, positions=positions)
+        return Observation(margins, self._squared_error(x, mask, segments, positions) if squared_error else None)
+
+    def _squared_error(
+        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            state = self.law.state(x, mask, segments=segments)
+            rows = slice(0, x.shape[1]) if positions is None else positions
+            mean = moments(state, rows, covariance=False).mean[:, 0]
+            return (take(state.value[:, 0], rows, 1) - mean).square().sum(-1)
+
+    def _embeddings(self) -> Tensor:
         if self._x is None:
             raise CaptureError(
-                "the barrier of the law saw no embeddings enter the first block in this training step; call the model "
-                "through its "
-                "forward pass in train mode, once for every loss, or remove the barrier."
-            )
-        trains = any(p.requires_grad for p in self._embedding[0].parameters())
-        if torch.is_grad_enabled() and trains and not self._x.requires_grad:
-            raise CaptureError(
-                "the embeddings that the barrier saw carry no gradient although the model trains: reentrant gradient "
-                "checkpointing "
-                "drops it; use gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "the barrier of the law saw no embeddings enter the first block for this loss; call the model through "
+                "its forward pass in train mode, once for every loss, or remove the barrier."
             )
         return self._x
 
+    def _check_gradients(self, x: Tensor) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if self.law.w_q.is_meta:
+            raise CaptureError(
+                "the law of the barrier has no data, on the device 'meta'; attach the barrier after the model was "
+                "dispatched, and leave fsdp_cpu_ram_efficient_loading off."
+            )
+        if not trains_before(*self._site, 0):
+            raise CaptureError(
+                "no parameter that shapes the embeddings is trained (LoRA freezes them), so the barrier of the law "
+                "would move nothing of the model; use source='model', or train the embeddings and attach after "
+                "get_peft_model."
+            )
+        if not x.requires_grad:
+            raise CaptureError(
+                "the embeddings that the barrier saw carry no gradient although they are trained: reentrant gradient "
+                "checkpointing drops it; set gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+
     def valid(self) -> Tensor:
         """True at real tokens of the last forward pass, `(B, T)`."""
-        x = self.embeddings()
-        mask = self._mask.attention_mask
+        x = self._embeddings()
+        mask = self._watch.padding_mask(x.shape[1])
         return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask != 0
-
-    def __deepcopy__(self, memo: dict) -> "PriorSource":
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        for name, value in self.__dict__.items():
-            copied.__dict__[name] = None if name == "_x" else copy.deepcopy(value, memo)
-        return copied
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_x": None}
 
     def forget(self) -> None:
         """Let go of the last forward pass."""
@@ -133,5 +220,14 @@ class PriorSource(nn.Module):
 
     def remove(self) -> None:
         """Stop listening."""
-        for hook in (self._mask.hook, self._start, self._hook):
-            hook.remove()
+        self._hook.remove()
+
+    def __deepcopy__(self, memo: dict) -> "PriorSource":
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        for name, value in self.__getstate__().items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        return copied
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_x": None}

@@ -1,0 +1,247 @@
+r"""The penalised loss of a model: cross-entropy in eval mode, and in train mode $\mathrm{CE} + \sum_i \lambda_i\,
+\overline{p}_i$ over the barriers that sit in the model."""
+
+__all__ = ["Barrier", "BarrierSlot"]
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from support_tokens.barrier import MarginController, Weight, per_token_penalty, sample_positions, weighted_mean
+from support_tokens.errors import CaptureError
+from support_tokens.margins import Margins
+from support_tokens.sources import SLOT, PassWatch, PriorSource
+
+
+class _Clock:
+    """Steps that a schedule has seen; an object of its own, since the compiler takes a number on a module for a
+    constant."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+
+class Barrier(nn.Module):
+    r"""One barrier of a model: a source of margins, a penalty and its weight.
+
+    Args:
+        source: Gives the margins of the last forward pass.
+        weight: $\lambda$, a number, a schedule or a controller.
+        penalty: Name of the penalty.
+        target_margin: $m^*$ in nats, for `hinge`.
+        positions: Number of positions drawn of each sequence; None: all.
+        seed: Seed of the positions.
+    """
+
+    def __init__(
+        self, source: PriorSource, weight: Weight, penalty: str, target_margin: float, positions: int | None, seed: int
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.weight, self.penalty, self.target_margin, self.positions = weight, penalty, target_margin, positions
+        self.clock = _Clock()
+        self.record: dict[str, Tensor] = {}
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def present_weight(self) -> float | Tensor:
+        """The weight at this step."""
+        if isinstance(self.weight, MarginController):
+            return self.weight(self.clock.step)
+        return self._scheduled_weight() if callable(self.weight) else self.weight  # type: ignore[call-arg,return-value]
+
+    @torch.compiler.disable
+    def _scheduled_weight(self) -> Tensor:
+        # A tensor: to the compiler a number that changes at every step is a new program at every step.
+        return torch.as_tensor(self.weight(self.clock.step))  # type: ignore[operator]
+
+    def mean_penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
+        """Mean penalty of the last forward pass, a scalar with gradient; recorded without host synchronisation, and the
+        pass is forgotten.
+
+        Args:
+            labels: Targets `(B, ...)`, -100 where there is none.
+            num_items: Number of targets in the whole batch, of which this may be a part; None: this is the whole.
+
+        Raises:
+            CaptureError: There is no pass, or the penalty could move nothing.
+        """
+        valid = self.source.valid()
+        positions = None if self.positions is None else self._draw(valid, self.positions)  # type: ignore[call-arg,arg-type]
+        margins, error = self.source.observe(positions, squared_error=self.penalty == "map")
+        scale = self.source.law.noise_scale.detach() if self.penalty == "map" else 1.0
+        per_token = per_token_penalty(
+            margins, self.penalty, target_margin=self.target_margin, squared_error=error, noise_scale=scale
+        )
+        if num_items is None or labels is None:
+            share = valid.sum(-1) / valid.sum().clamp_min(1)
+        else:
+            # Under gradient accumulation the cross-entropy of a micro-batch is its sum over the items of the whole
+            # batch; the penalty is split alike, each sequence weighing as much as its items, so that any split has the
+            # same gradient.
+            share = (labels != -100).flatten(1).sum(-1).to(valid.device) / _on(num_items, valid.device)
+        penalty = weighted_mean(per_token, margins.valid, share.to(per_token))
+        self._note(margins, penalty)
+        self.clock.step += 1
+        self.source.forget()
+        return penalty
+
+    @torch.compiler.disable
+    def _draw(self, valid: Tensor, count: int) -> Tensor:
+        return sample_positions(valid, count, self.generator)
+
+    @torch.no_grad()
+    def _note(self, margins: Margins, penalty: Tensor) -> None:
+        count = margins.valid.sum().clamp_min(1)
+        mean = margins.log_abs_det.masked_fill(~margins.valid, 0.0).sum() / count
+        self.record = {
+            "penalty": penalty.detach(),
+            "log_margin_mean": mean,
+            "log_margin_min": margins.log_abs_det.masked_fill(~margins.valid, math.inf).min(),
+            "negative_share": ((margins.sign < 0) & margins.valid).sum() / count,
+        }
+        if isinstance(self.weight, MarginController):
+            self.weight.update(_mean_over_processes(mean))
+
+
+class _Ticket:
+    """One forward pass with gradients, and the barriers that no loss of it holds yet."""
+
+    def __init__(self, barriers: Iterator[nn.Module]) -> None:
+        self.owed = set(barriers)
+
+    def check(self, _gradient: Tensor) -> None:
+        """Hook of what the decoder computed: its gradient must come from a loss with every penalty in it."""
+        if self.owed:
+            raise CaptureError(
+                "a backward pass began from a loss that does not hold the penalty of the barrier; use the loss that "
+                "the model returns for labels, or add handle.weighted_penalty() to your own before backward(), or, "
+                "where a trainer computes the loss itself, call BarrierCallback(handle).follow(trainer)."
+            )
+
+    def settle(self, _gradient: Tensor) -> None:
+        """Hook of the loss: whatever flows from here flows through the penalties too."""
+        self.owed.clear()
+
+
+class BarrierSlot(nn.Module):
+    """All barriers of one model: their laws train with it and never enter its state dict.
+
+    Args:
+        model: The causal language model.
+        decoder: Its base model, without head.
+    """
+
+    def __init__(self, model: nn.Module, decoder: nn.Module) -> None:
+        super().__init__()
+        # The instance attribute only, if any: the property behind it would give a function that is no attribute of
+        # this model.
+        self.original = model.__dict__.get("_loss_function")
+        self.inherited: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
+        self.register_load_state_dict_post_hook(self._expect_no_keys)
+        self.watch = PassWatch(decoder, self._choose)
+        self._hook = decoder.register_forward_hook(self._after)
+        self._ticket: _Ticket | None = None
+        self._waiting = False
+
+    def barriers(self) -> Iterator[Barrier]:
+        """The barriers, oldest first."""
+        return iter(self.children())  # type: ignore[arg-type]
+
+    def _choose(self, decoder: nn.Module) -> bool:
+        if not self.training:
+            return False
+        if getattr(decoder, "_is_replica", False):
+            raise CaptureError(
+                "the model runs in threads of torch.nn.DataParallel, which share one barrier; one process a device is "
+                "required: start with torchrun or accelerate launch."
+            )
+        if not torch.is_grad_enabled():
+            # A pass for metrics must not displace one that still waits for its loss.
+            return not self._waiting
+        if self._waiting and torch.compiler.is_compiling():
+            # Compiled code has no hooks on gradients that could tell which loss was differentiated.
+            raise CaptureError(
+                "no loss held the penalty of the barrier since the last forward pass of the compiled model; use the "
+                "loss that the model returns for labels, or add handle.weighted_penalty() to your own."
+            )
+        self._waiting = True
+        self._ticket = None if torch.compiler.is_compiling() else _Ticket(self.barriers())
+        return True
+
+    def _after(self, _decoder: nn.Module, _args: tuple, output) -> None:
+        if self._ticket is None or not self.training or not torch.is_grad_enabled():
+            return
+        hidden = output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(self._ticket.check)
+
+    def loss(self, *args, **kwargs) -> Tensor:
+        """Cross-entropy as before, plus the penalties in train mode."""
+        cross_entropy = self.inherited(*args, **kwargs)
+        if not self.training or not self.watch.looking:
+            return cross_entropy
+        labels = kwargs.get("shift_labels")
+        if labels is None:
+            labels = kwargs.get("labels", args[1] if len(args) > 1 else None)
+            labels = None if labels is None else labels[:, 1:]
+        total = cross_entropy
+        for barrier in self.barriers():
+            weight = barrier.present_weight()
+            penalty = barrier.mean_penalty(labels, kwargs.get("num_items_in_batch"))
+            barrier.record["ce"] = cross_entropy.detach()
+            total = total + weight * penalty.to(cross_entropy.device)
+        self._waiting = False
+        if self._ticket is not None and total.requires_grad:
+            total.register_hook(self._ticket.settle)
+        return total
+
+    def count(self, barrier: Barrier) -> None:
+        """Takes note that a loss outside of the model holds the penalty of `barrier`."""
+        if self._ticket is not None:
+            self._ticket.owed.discard(barrier)
+        self._waiting = any(other.source.waiting for other in self.barriers())
+
+    def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False) -> dict:  # type: ignore[override]
+        """Nothing: a saved checkpoint must load in stock transformers; `BarrierHandle.state_dict` has the laws."""
+        return {} if destination is None else destination
+
+    @staticmethod
+    def _expect_no_keys(_module: nn.Module, incompatible) -> None:
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if f"{SLOT}." not in key]
+
+    def remove(self, model: nn.Module) -> None:
+        """Leave `model` as it was; a loss function that somebody set since stays."""
+        self.watch.remove()
+        self._hook.remove()
+        if model.__dict__.get("_loss_function") == self.loss:
+            if self.original is None:
+                del model.__dict__["_loss_function"]
+            else:
+                model._loss_function = self.original
+        delattr(model, SLOT)
+
+    def __deepcopy__(self, memo: dict) -> "BarrierSlot":
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        for name, value in self.__getstate__().items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        return copied
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_ticket": None, "_waiting": False}
+
+
+def _on(count: Tensor | int, device: torch.device) -> Tensor | int:
+    return count.to(device) if isinstance(count, Tensor) else count
+
+
+def _mean_over_processes(value: Tensor) -> Tensor:
+    """The mean over all processes of training, so that a controller has one weight in all of them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    value = value.clone()
+    torch.distributed.all_reduce(value)
+    return value / torch.distributed.get_world_size()
