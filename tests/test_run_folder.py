@@ -44,6 +44,7 @@ def test_force_replaces_a_run(tmp_path: Path):
     run = begun(tmp_path)
     run.model.mkdir()
     (run.model / "model.safetensors").write_text("weights")
+    (tmp_path / ".report.json.x1y2").write_text("half of what a killed run wrote")
     RunFolder.create(tmp_path, force=True)
     assert names(tmp_path) == ["versions.json"]
 

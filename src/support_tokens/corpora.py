@@ -8,7 +8,7 @@ import logging
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -43,9 +43,9 @@ class Corpus:
     """
 
     name: str
-    train: str
-    validation: str
-    test: str
+    train: str = field(repr=False)
+    validation: str = field(repr=False)
+    test: str = field(repr=False)
 
     @property
     def characters(self) -> int:

@@ -42,7 +42,7 @@ class TrainingPlan:
     batch_size: int = _option(32, "windows in one forward pass", least=1)
     accumulation: int = _option(1, "forward passes added up into one optimiser step", least=1)
     learning_rate: float = _option(2e-3, "peak learning rate of AdamW", most=10.0)
-    warmup: int = _option(100, "steps of linear warm-up, before the cosine decay to zero")
+    warmup: float = _option(0.05, "share of the steps in linear warm-up, before the cosine decay to zero", most=0.9)
     weight_decay: float = _option(0.1, "decay of weights, on all but biases and norms")
     clip: float = _option(1.0, "largest norm of the gradient; 0 does not clip")
     seed: int = _option(0, "seed of initial weights, order of data and noise", most=2**31 - 1)
@@ -99,10 +99,10 @@ def plan_from_config(config: Mapping) -> TrainingPlan:
 
 
 PLANS: dict[str, TrainingPlan] = {
-    "demo": TrainingPlan(steps=400, warmup=40, log_every=20, evaluate_every=100, save_every=100),
+    "demo": TrainingPlan(steps=400, warmup=0.1, log_every=20, evaluate_every=100, save_every=100),
     "small": TrainingPlan(),
     "tiny": TrainingPlan(
-        layers=2, heads=2, width=32, context=32, batch_size=8, steps=60, warmup=6, log_every=10, evaluate_every=30,
+        layers=2, heads=2, width=32, context=32, batch_size=8, steps=60, warmup=0.1, log_every=10, evaluate_every=30,
         evaluate_windows=8, save_every=30,
     ),
 }  # fmt: skip

@@ -185,7 +185,7 @@ class RunFolder:
                 f"folder '{path}' exists and is not empty; choose another folder, or pass --force to replace "
                 "the run in it."
             )
-        strange = [name for name in present if name not in ENTRIES]
+        strange = [name for name in present if not _is_ours(name)]
         if strange:
             raise RunFolderError(
                 f"folder '{path}' holds '{strange[0]}', which is no part of a run, so it is not replaced; "
@@ -283,6 +283,11 @@ class RunFolder:
             write_text(path, text[: text.rfind("\n") + 1])
         kept = [row for row in self.metrics() if row["step"] <= step]
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a run made the entry, or was killed while it wrote it under a temporary name."""
+    return name in ENTRIES or any(name.startswith(f".{entry}.") for entry in ENTRIES)
 
 
 def _umask() -> int:

@@ -342,7 +342,8 @@ def _writing(folder: Path) -> Iterator[None]:
             f"run folder '{folder}' cannot be written ({error}); free space or choose another folder, then --resume."
         ) from error
     except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error) and "iostream" not in str(error):
+        # torch's writer of checkpoints raises nothing more precise; its messages name its own source.
+        if not any(name in str(error) for name in ("inline_container", "PytorchStreamWriter", "iostream")):
             raise
         raise RunFolderError(
             f"run folder '{folder}' cannot be written (a checkpoint was cut short); free space, then --resume."
