@@ -1,6 +1,6 @@
 r"""The paper's law of embeddings: exact density, sampling, certificates, depth.
 
-prior -> distribution, depth, coupling; underneath: solve (one position), trajectory (all), certificate and mass.
+prior -> distribution, depth, coupling, fit; underneath: solve (one position), trajectory (all), certificate and mass.
 """
 
 __all__ = [
@@ -9,20 +9,25 @@ __all__ = [
     "Coupling",
     "EmbeddingLaw",
     "EmbeddingPrior",
+    "Fit",
     "LawStack",
     "LayerLaw",
     "Mass",
     "NoiseToEmbeddings",
     "Preimages",
     "Solution",
+    "StandardErrors",
     "barrier_concentration",
     "coupling_spectrum",
+    "fit",
+    "standard_errors",
 ]
 
 from support_tokens.law.certificate import Certificate
 from support_tokens.law.coupling import Concentration, Coupling, barrier_concentration, coupling_spectrum
 from support_tokens.law.depth import LawStack, LayerLaw
 from support_tokens.law.distribution import EmbeddingLaw, NoiseToEmbeddings
+from support_tokens.law.fit import Fit, StandardErrors, fit, standard_errors
 from support_tokens.law.mass import Mass, Preimages
 from support_tokens.law.prior import EmbeddingPrior
 from support_tokens.law.trajectory import Solution
