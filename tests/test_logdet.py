@@ -96,6 +96,19 @@ def test_denormal_matrix_does_not_depend_on_the_batch():
     assert len(set.union(*results)) == 1, "the size of the batch shows"
 
 
+@PRECISIONS
+def test_denormal_pivot_has_a_finite_gradient(dtype):
+    """1 / pivot is not a number of the dtype below 1 / max: such a pivot counts as zero."""
+    denormal = torch.finfo(dtype).tiny / 100
+    matrix = torch.diag(torch.tensor([1.0, denormal], dtype=dtype)).requires_grad_()
+    assert matrix[1, 1] > 0
+    sign, log_abs_det = safe_slogdet(matrix)
+    (gradient,) = torch.autograd.grad(log_abs_det, matrix)
+    assert sign == 0
+    assert torch.isfinite(log_abs_det)
+    assert torch.isfinite(gradient).all()
+
+
 def test_near_singular_is_relative_to_the_size_of_the_matrix():
     assert is_near_singular(torch.tensor(RANK_TWO, dtype=torch.float32))
     assert is_near_singular(torch.tensor(RANK_TWO, dtype=torch.float64))
