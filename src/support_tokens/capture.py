@@ -6,6 +6,8 @@ model computes what it did, bit for bit. Only captured modules are pointed to it
 their own: no other layer, no other model and no global setting changes.
 """
 
+__all__ = ["AttentionCapture", "capture_attention"]
+
 import copy
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +24,6 @@ from support_tokens.errors import ArgumentError, CaptureError, UnsupportedModelE
 from support_tokens.recording import LayerRecorder, recomputing
 from support_tokens.sites import decoder_blocks
 from support_tokens.states import attention_state
-
-__all__ = ["AttentionCapture", "capture_attention"]
 
 _IMPLEMENTATION = "support_tokens"
 _TAP = "_support_tokens_tap"
@@ -78,6 +78,11 @@ class AttentionCapture:
         if not recomputing():
             self.clear()
             self._grad_outside = torch.is_grad_enabled()
+
+    def pause(self, paused: bool = True) -> None:
+        """Lets forward passes go by unseen, or sees them again."""
+        for recorder in self._recorders.values():
+            recorder.paused = paused
 
     def clear(self) -> None:
         """Drops the tensors of the last forward pass, and with them their part of the autograd graph."""

@@ -1,5 +1,7 @@
 """Hooks that keep what one layer did in a forward pass: picklable, deep-copyable, and silent in recomputations."""
 
+__all__ = ["LayerRecorder", "NormRecorder", "recomputing"]
+
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -7,8 +9,6 @@ from torch.utils.hooks import RemovableHandle
 from support_tokens.architectures.record import Architecture, Norm
 from support_tokens.architectures.weights import effective_weight, on_device, outlives_forward
 from support_tokens.errors import CaptureError
-
-__all__ = ["LayerRecorder", "NormRecorder", "recomputing"]
 
 
 def recomputing() -> bool:
@@ -79,6 +79,7 @@ class LayerRecorder(_Recorder):
         self.rotates = architecture.rotation is not None and (not switch or bool(getattr(attention, switch)))
         self.options: dict[str, object] = {}
         self.grad_enabled = False
+        self.paused = False
 
     @property
     def complete(self) -> bool:
@@ -103,6 +104,8 @@ class LayerRecorder(_Recorder):
 
     def before(self, attention: nn.Module, args: tuple, kwargs: dict) -> None:
         """Forward pre-hook of attention: weights and rotation, which exist or are whole only while it runs."""
+        if self.paused:
+            return
         # Sums with LoRA are formed in a recomputation too, which must save as many tensors as the pass it repeats.
         weights = {path: effective_weight(attention.get_submodule(path)) for path in self._projections}
         if recomputing():
@@ -128,7 +131,7 @@ class LayerRecorder(_Recorder):
 
     def on_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
         """Called by the registered attention function with its arguments."""
-        if recomputing():
+        if self.paused or recomputing():
             return
         if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise CaptureError(

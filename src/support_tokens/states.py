@@ -1,5 +1,7 @@
 r"""From what the hooks of a layer kept to an `AttentionState`: one precision, heads apart, any mask as booleans."""
 
+__all__ = ["attention_state"]
+
 from collections.abc import Callable
 
 import torch
@@ -9,8 +11,6 @@ from support_tokens.attention import AttentionState, NormJacobian, Projection, R
 from support_tokens.errors import ArgumentError, CaptureError
 from support_tokens.logdet import full_precision
 from support_tokens.recording import LayerRecorder, NormRecorder
-
-__all__ = ["attention_state"]
 
 Lift = Callable[[Tensor], Tensor]
 

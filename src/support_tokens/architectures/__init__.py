@@ -1,13 +1,13 @@
 """Architectures as tables: where each family of models keeps projections, norms and rotations."""
 
+__all__ = ["Architecture", "Norm", "architecture_of", "supported_families"]
+
 from torch import nn
 
 from support_tokens.architectures.record import Architecture, Norm
 from support_tokens.architectures.tables import TABLES
 from support_tokens.errors import UnsupportedModelError
 from support_tokens.sites import decoder_blocks
-
-__all__ = ["Architecture", "Norm", "architecture_of", "supported_families"]
 
 
 def supported_families() -> tuple[str, ...]:

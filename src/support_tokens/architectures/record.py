@@ -1,9 +1,9 @@
 """What a table of one family of models may say: names and layouts, no mathematics."""
 
+__all__ = ["Architecture", "Norm"]
+
 from dataclasses import dataclass
 from typing import Literal
-
-__all__ = ["Architecture", "Norm"]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """One table a family: the only place in the package where names of models and of their modules stand."""
 
-from support_tokens.architectures.record import Architecture, Norm
-
 __all__ = ["TABLES"]
+
+from support_tokens.architectures.record import Architecture, Norm
 
 _LAYER_NORM = Norm("input_layernorm", centered=True, epsilon="eps")
 _GEMMA_NORM = Norm("input_layernorm", gain_offset=1.0, epsilon="eps")

@@ -1,5 +1,7 @@
 """The matrix a projection effectively multiplies by: plain, transposed, adapted by LoRA, or offloaded."""
 
+__all__ = ["effective_weight", "on_device", "outlives_forward"]
+
 from contextlib import nullcontext
 
 import torch
@@ -7,8 +9,6 @@ from torch import Tensor, nn
 
 from support_tokens.errors import UnsupportedModelError
 from support_tokens.logdet import full_precision
-
-__all__ = ["effective_weight", "on_device", "outlives_forward"]
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
