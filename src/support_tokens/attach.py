@@ -14,7 +14,7 @@ from support_tokens.barrier import PENALTIES, MarginController, Weight
 from support_tokens.errors import ArgumentError, UnsupportedModelError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import view_sign
-from support_tokens.sources import SLOT, PriorSource
+from support_tokens.sources import SLOT, ModelSource, PriorSource
 
 if TYPE_CHECKING:
     from support_tokens.objective import Barrier, BarrierSlot
@@ -61,11 +61,21 @@ class BarrierHandle:
 
     @property
     def law(self) -> EmbeddingPrior:
-        """The law whose coupling the barrier acts on."""
-        return self._barrier.source.law
+        """The law whose coupling the barrier acts on.
+
+        Raises:
+            ArgumentError: The barrier acts on the model's own attention.
+        """
+        if (law := self._law) is None:
+            raise ArgumentError("a law belongs to source='prior', and this barrier has source='model'; attach another.")
+        return law
+
+    @property
+    def _law(self) -> EmbeddingPrior | None:
+        return getattr(self._barrier.source, "law", None)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the barrier adds to the parameters that an optimiser must train: the law's W_Q and W_K."""
+        """What the barrier adds to the parameters that an optimiser must train: W_Q and W_K of the law, if any."""
         return [parameter for parameter in self._barrier.source.parameters() if parameter.requires_grad]
 
     @property
@@ -119,7 +129,8 @@ class BarrierHandle:
 
         Where parameters are sharded (FSDP), every process must call it.
         """
-        law = {f"law.{name}": _whole(value) for name, value in self.law.state_dict().items()}
+        parameters = {} if self._law is None else dict(self._law.named_parameters())
+        law = {f"law.{name}": _whole(value) for name, value in parameters.items()}
         state = {**law, "positions.rng": self._barrier.generator.get_state(), "step": torch.tensor(self.step)}
         if isinstance(self.weight, MarginController):
             state["controller"] = self.weight(self.step).clone()
@@ -132,7 +143,7 @@ class BarrierHandle:
             ArgumentError: It is of a barrier of another kind or size.
         """
         law = {name.removeprefix("law."): value for name, value in state.items() if name.startswith("law.")}
-        own = dict(self.law.named_parameters())
+        own = {} if self._law is None else dict(self._law.named_parameters())
         sizes = [{name: tuple(value.shape) for name, value in law_.items()} for law_ in (own, law)]
         if sizes[0] != sizes[1] or ("controller" in state) != isinstance(self.weight, MarginController):
             raise ArgumentError(
@@ -152,11 +163,8 @@ class BarrierHandle:
         model, slot = self._model(), self._slot
         if model is None or slot is None:
             return
-        name = next(name for name, child in slot.named_children() if child is self._barrier)
         self._barrier.source.remove()
-        slot.watch.listeners.remove(self._barrier.source)
-        delattr(slot, name)
-        slot.count(self._barrier)
+        slot.discard(self._barrier)
         if next(slot.barriers(), None) is None:
             slot.remove(model)
 
@@ -168,7 +176,7 @@ def attach_barrier(
     source: str = "prior",
     penalty: str = "log",
     view: str = "noise",
-    layer: int = 0,
+    layer: int | tuple[int, ...] = 0,
     positions: int | None = None,
     rank: int | None = None,
     noise_scale: float = 1.0,
@@ -187,15 +195,16 @@ def attach_barrier(
     has one gradient.
 
     Args:
-        model: A causal language model of transformers, wrapped (PEFT, `torch.compile`) or not. Make the optimiser
-            after this call: the law's W_Q and W_K are parameters of the model. They never enter its state dict, so a
-                saved checkpoint loads
-            in stock transformers; `BarrierHandle.state_dict` holds them.
+        model: A causal language model of transformers, wrapped (PEFT, `torch.compile`) or not, but not yet DDP or
+            FSDP. Make the optimiser after this call: the law's W_Q and W_K are parameters of the model. They never
+            enter its state dict, so a saved checkpoint loads in stock transformers; `BarrierHandle.state_dict` holds
+            them.
         weight: $\lambda \ge 0$: a number, a schedule `step -> lambda`, or a `MarginController`.
         source: `prior`: the paper's law with a coupling of its own, on the embeddings that enter the first block.
+            `model`: the model's own attention at `layer`, with no new parameter.
         penalty: `log`, `hinge` or `map`; see `per_token_penalty`. `log` is unbounded below: watch `handle.last`.
         view: `noise` ($J = I - D$) or `block` ($J = I + D$); the law has the noise view only.
-        layer: Block whose input the source reads; the law reads that of block 0.
+        layer: Block, or several whose mean counts, for the source `model`; negative ones count from the last.
         positions: Number of positions of each sequence, drawn uniformly at every step; None: all. The penalty stays
             unbiased.
         rank: R of the law; None: min(D, 32).
@@ -207,8 +216,10 @@ def attach_barrier(
         A `BarrierHandle`: `.last`, `.weight`, `.penalty()`, `.state_dict()`, `.remove()`.
 
     Raises:
-        ArgumentError: An option is out of range.
-        UnsupportedModelError: No causal language model of transformers is inside.
+        ArgumentError: An option is out of range, or two do not go together.
+        UnsupportedModelError: No causal language model of transformers is inside, or its attention cannot be read.
+        CaptureError: Later, in training: at a loss or a backward pass in which the penalty would be missing, or would
+            move nothing of the model.
 
     Source:
         arXiv:2602.22271, the MAP objective; theory page, section 4, for what it does not do.
@@ -223,35 +234,31 @@ def attach_barrier(
         ['ce', 'log_margin_mean', 'log_margin_min', 'negative_share', 'penalty']
         >>> handle.remove()
     """
-    view_sign(view)
     weight = _checked_weight(weight)
-    if source != "prior":
-        raise ArgumentError(f"source must be 'prior', received {source!r}; the law's own coupling is the only source.")
-    if penalty not in PENALTIES:
-        raise ArgumentError(f"penalty must be one of {', '.join(PENALTIES)}, received {penalty!r}; choose one of them.")
-    if view != "noise" or layer != 0:
-        raise ArgumentError(
-            f"the law acts on the noise view of layer 0, received view={view!r}, layer={layer}; leave both at their "
-            f"defaults."
-        )
-    if positions is not None and positions < 1:
-        raise ArgumentError(f"positions must be at least 1, received {positions}; leave it None for all positions.")
-    if not math.isfinite(target_margin):
-        raise ArgumentError(f"target_margin must be a finite number of nats, received {target_margin}; pass 0.0, say.")
-
+    law_options = rank is not None or noise_scale != 1.0
+    _check_options(source, penalty, view, layer, positions, target_margin, law_options)
     causal_model, decoder = _causal_model(model)
     # Here and not above: it brings in the compiler of torch, which transformers has brought in by now.
     from support_tokens.objective import Barrier, BarrierSlot
 
-    _check_unwrapped(model)
-    width = causal_model.config.get_text_config(decoder=True).hidden_size
-    generator = torch.Generator().manual_seed(seed)
-    law = EmbeddingPrior(width, min(width, 32) if rank is None else rank, noise_scale, generator=generator)
-    law.log_noise_scale.requires_grad_(False)  # the penalty has no normaliser that would keep a learned sigma finite
-    law.to(_execution_device(causal_model.get_input_embeddings()))
     slot = getattr(causal_model, SLOT, None) or BarrierSlot(causal_model, decoder)
-    prior = PriorSource(causal_model, decoder, slot.watch, law)
-    return _install(causal_model, slot, Barrier(prior, weight, penalty, target_margin, positions, seed))
+    if source == "model":
+        layers = layer if isinstance(layer, tuple) else (layer,)
+        chosen = ModelSource(causal_model, decoder, slot.watch, layers, view)
+    else:
+        _check_unwrapped(model)
+        width = causal_model.config.get_text_config(decoder=True).hidden_size
+        generator = torch.Generator().manual_seed(seed)
+        law = EmbeddingPrior(width, min(width, 32) if rank is None else rank, noise_scale, generator=generator)
+        law.log_noise_scale.requires_grad_(False)  # the penalty has no normaliser that would keep a learned one finite
+        law.to(_execution_device(causal_model.get_input_embeddings()))
+        chosen = PriorSource(causal_model, decoder, slot.watch, law)
+    if not hasattr(causal_model, SLOT):
+        slot.install(causal_model, decoder)
+    barrier = Barrier(chosen, weight, penalty, target_margin, positions, seed)
+    slot.add(barrier)
+    slot.train(causal_model.training)
+    return BarrierHandle(barrier, causal_model)
 
 
 def attached_barriers(model: nn.Module) -> list[BarrierHandle]:
@@ -269,17 +276,6 @@ def attached_barriers(model: nn.Module) -> list[BarrierHandle]:
     causal_model, _ = _causal_model(model)
     slot = getattr(causal_model, SLOT, None)
     return [] if slot is None else [BarrierHandle(barrier, causal_model) for barrier in slot.barriers()]
-
-
-def _install(model: nn.Module, slot: "BarrierSlot", barrier: "Barrier") -> BarrierHandle:
-    if not hasattr(model, SLOT):
-        setattr(model, SLOT, slot)
-        model.loss_function = slot.loss  # type: ignore[assignment]
-    taken = {name for name, _ in slot.named_children()}
-    slot.add_module(next(f"barrier_{n}" for n in range(len(taken) + 1) if f"barrier_{n}" not in taken), barrier)
-    slot.watch.listeners.append(barrier.source)
-    slot.train(model.training)
-    return BarrierHandle(barrier, model)
 
 
 def _causal_model(model: nn.Module) -> tuple[Any, nn.Module]:
@@ -339,6 +335,42 @@ def _alike(value: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+
+
+def _check_options(
+    source: str,
+    penalty: str,
+    view: str,
+    layer: object,
+    positions: int | None,
+    target_margin: float,
+    law_options: bool,
+) -> None:
+    view_sign(view)
+    if source not in ("prior", "model"):
+        raise ArgumentError(f"source must be 'prior' or 'model', received {source!r}; choose one of the two.")
+    if penalty not in PENALTIES:
+        raise ArgumentError(f"penalty must be one of {', '.join(PENALTIES)}, received {penalty!r}; choose one of them.")
+    if source == "prior" and (view != "noise" or layer != 0):
+        raise ArgumentError(
+            f"the law acts on the noise view of layer 0, received view={view!r}, layer={layer}; leave both at their "
+            f"defaults, or use source='model'."
+        )
+    if source == "model" and penalty == "map":
+        raise ArgumentError(
+            "the penalty 'map' needs the squared error of a law, received source='model', which has none; use 'log' or "
+            "'hinge', or source='prior'."
+        )
+    if source == "model" and law_options:
+        raise ArgumentError("rank and noise_scale belong to the law of source='prior', received source='model'.")
+    if positions is not None and (isinstance(positions, bool) or positions < 1):
+        raise ArgumentError(f"positions must be at least 1, received {positions}; leave it None for all positions.")
+    if not math.isfinite(target_margin):
+        raise ArgumentError(f"target_margin must be a finite number of nats, received {target_margin}; pass 0.0, say.")
+    if target_margin and penalty != "hinge":
+        raise ArgumentError(
+            f"target_margin belongs to the penalty 'hinge', received {target_margin} with {penalty!r}; use 'hinge'."
+        )
 
 
 def _checked_weight(weight: Weight) -> Weight:

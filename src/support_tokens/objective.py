@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from support_tokens.barrier import MarginController, Weight, per_token_penalty, sample_positions, weighted_mean
 from support_tokens.errors import CaptureError
 from support_tokens.margins import Margins
-from support_tokens.sources import SLOT, PassWatch, PriorSource
+from support_tokens.sources import SLOT, ModelSource, PassWatch, PriorSource
 
 
 class _Clock:
@@ -37,7 +38,13 @@ class Barrier(nn.Module):
     """
 
     def __init__(
-        self, source: PriorSource, weight: Weight, penalty: str, target_margin: float, positions: int | None, seed: int
+        self,
+        source: PriorSource | ModelSource,
+        weight: Weight,
+        penalty: str,
+        target_margin: float,
+        positions: int | None,
+        seed: int,
     ) -> None:
         super().__init__()
         self.source = source
@@ -71,18 +78,18 @@ class Barrier(nn.Module):
         valid = self.source.valid()
         positions = None if self.positions is None else self._draw(valid, self.positions)  # type: ignore[call-arg,arg-type]
         margins, error = self.source.observe(positions, squared_error=self.penalty == "map")
-        scale = self.source.law.noise_scale.detach() if self.penalty == "map" else 1.0
+        scale = self.source.law.noise_scale.detach() if isinstance(self.source, PriorSource) else 1.0
         per_token = per_token_penalty(
             margins, self.penalty, target_margin=self.target_margin, squared_error=error, noise_scale=scale
         )
         if num_items is None or labels is None:
-            share = valid.sum(-1) / valid.sum().clamp_min(1)
+            share = valid.sum(-1).to(per_token) / valid.sum().clamp_min(1)
         else:
             # Under gradient accumulation the cross-entropy of a micro-batch is its sum over the items of the whole
             # batch; the penalty is split alike, each sequence weighing as much as its items, so that any split has the
             # same gradient.
-            share = (labels != -100).flatten(1).sum(-1).to(valid.device) / _on(num_items, valid.device)
-        penalty = weighted_mean(per_token, margins.valid, share.to(per_token))
+            share = (labels != -100).flatten(1).sum(-1).to(per_token) / _on(num_items, per_token.device)
+        penalty = weighted_mean(per_token, margins.valid, share)
         self._note(margins, penalty)
         self.clock.step += 1
         self.source.forget()
@@ -142,13 +149,33 @@ class BarrierSlot(nn.Module):
         self.inherited: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
         self.register_load_state_dict_post_hook(self._expect_no_keys)
         self.watch = PassWatch(decoder, self._choose)
-        self._hook = decoder.register_forward_hook(self._after)
+        self._hook: RemovableHandle | None = None
         self._ticket: _Ticket | None = None
         self._waiting = False
+
+    def install(self, model: nn.Module, decoder: nn.Module) -> None:
+        """Take the place in the model: only now, so that a barrier that cannot be made leaves no trace."""
+        self.watch.start(decoder)
+        self._hook = decoder.register_forward_hook(self._after)
+        setattr(model, SLOT, self)
+        model.loss_function = self.loss  # type: ignore[assignment]
 
     def barriers(self) -> Iterator[Barrier]:
         """The barriers, oldest first."""
         return iter(self.children())  # type: ignore[arg-type]
+
+    def add(self, barrier: Barrier) -> None:
+        """One more."""
+        taken = {name for name, _ in self.named_children()}
+        name = next(f"barrier_{n}" for n in range(len(taken) + 1) if f"barrier_{n}" not in taken)
+        self.add_module(name, barrier)
+        self.watch.listeners.append(barrier.source)
+
+    def discard(self, barrier: Barrier) -> None:
+        """One less; no loss owes its penalty any more."""
+        self.watch.listeners.remove(barrier.source)
+        delattr(self, next(name for name, child in self.named_children() if child is barrier))
+        self.count(barrier)
 
     def _choose(self, decoder: nn.Module) -> bool:
         if not self.training:
@@ -214,8 +241,9 @@ class BarrierSlot(nn.Module):
 
     def remove(self, model: nn.Module) -> None:
         """Leave `model` as it was; a loss function that somebody set since stays."""
-        self.watch.remove()
-        self._hook.remove()
+        self.watch.stop()
+        if self._hook is not None:
+            self._hook.remove()
         if model.__dict__.get("_loss_function") == self.loss:
             if self.original is None:
                 del model.__dict__["_loss_function"]
@@ -226,8 +254,7 @@ class BarrierSlot(nn.Module):
     def __deepcopy__(self, memo: dict) -> "BarrierSlot":
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        for name, value in self.__getstate__().items():
-            copied.__dict__[name] = copy.deepcopy(value, memo)
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
         return copied
 
     def __getstate__(self) -> dict:

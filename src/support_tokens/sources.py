@@ -5,7 +5,7 @@ model, so that the optimiser sees its parameters and `deepcopy` and `to` reach i
 leaves the process.
 """
 
-__all__ = ["SLOT", "Observation", "PassWatch", "PriorSource"]
+__all__ = ["SLOT", "ModelSource", "Observation", "PassWatch", "PriorSource"]
 
 import copy
 import inspect
@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from support_tokens.attention import take
-from support_tokens.errors import CaptureError
+from support_tokens.attention import AttentionState, take
+from support_tokens.errors import ArgumentError, CaptureError
 from support_tokens.law import EmbeddingPrior
-from support_tokens.margins import Margins
+from support_tokens.margins import Margins, state_margins
 from support_tokens.moments import moments
 from support_tokens.sites import decoder_blocks, hook_embeddings, trains_before
 
@@ -34,7 +35,7 @@ class Observation(NamedTuple):
 
 
 class Listener(Protocol):
-    """What a watch tells of: a pass begins, and whether it is one to look at; a pass ended."""
+    """What a watch tells: a pass begins, and whether it is one to look at; a pass ended."""
 
     def begin(self, look: bool) -> None: ...
 
@@ -58,6 +59,10 @@ class PassWatch:
         self._mask_kind = ""
         self._choose = choose
         self._names = tuple(inspect.signature(decoder.forward).parameters)
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self, decoder: nn.Module) -> None:
+        """Begin to watch."""
         self._hooks = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after),
@@ -76,9 +81,8 @@ class PassWatch:
         self.position_ids = called.get("position_ids")
 
     def _after(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
-        if self.looking:
-            for listener in self.listeners:
-                listener.end()
+        for listener in self.listeners:
+            listener.end()
 
     def padding_mask(self, length: int) -> Tensor | None:
         """The mask `(B, length)` of the last pass, non-zero at real tokens, without what it says of a cache; or None.
@@ -102,17 +106,13 @@ class PassWatch:
         restart = self.position_ids.diff(dim=-1, prepend=self.position_ids[..., :1] - 1) != 1
         return restart.cumsum(-1).expand(batch, -1)
 
-    def remove(self) -> None:
+    def stop(self) -> None:
         """Stop watching."""
         for hook in self._hooks:
             hook.remove()
 
     def __deepcopy__(self, memo: dict) -> "PassWatch":
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        for name, value in self.__getstate__().items():
-            copied.__dict__[name] = copy.deepcopy(value, memo)
-        return copied
+        return _copy_without(self, memo)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "attention_mask": None, "position_ids": None}
@@ -223,11 +223,138 @@ class PriorSource(nn.Module):
         self._hook.remove()
 
     def __deepcopy__(self, memo: dict) -> "PriorSource":
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        for name, value in self.__getstate__().items():
-            copied.__dict__[name] = copy.deepcopy(value, memo)
-        return copied
+        return _copy_without(self, memo)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_x": None}
+
+
+class ModelSource(nn.Module):
+    """The model's own attention at some layers; it has no parameter of its own.
+
+    Args:
+        model: A causal language model of transformers.
+        decoder: Its base model, without head.
+        watch: Tells of the calls of `decoder`.
+        layers: Indices of blocks; of several, positions of all count alike.
+        view: `noise` or `block`.
+
+    Raises:
+        UnsupportedModelError: The attention of this model cannot be read exactly.
+        ArgumentError: A layer does not exist.
+    """
+
+    def __init__(
+        self, model: nn.Module, decoder: nn.Module, watch: PassWatch, layers: tuple[int, ...], view: str
+    ) -> None:
+        super().__init__()
+        # Here and not above: it needs transformers.
+        from support_tokens.capture import AttentionCapture
+
+        self._capture = AttentionCapture(model, layers)
+        self._watch = watch
+        self._view = view
+        self._site = (decoder, decoder_blocks(model))
+        self._states: tuple[AttentionState, ...] = ()
+        self._expecting = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a forward pass was seen and not yet forgotten."""
+        return bool(self._states)
+
+    def begin(self, look: bool) -> None:
+        """A forward pass begins."""
+        # In eval mode nothing is read, and what cannot be read (a static cache) is nobody's trouble.
+        self._capture.pause(not self.training)
+        self._expecting = look
+        if look:
+            self._states = ()
+
+    def end(self) -> None:
+        """A forward pass ended."""
+        if self._expecting:
+            self._states = tuple(self._capture.states(self._watch.attention_mask).values())
+        self._expecting = False
+        self._capture.clear()
+
+    def observe(self, positions: Tensor | None = None, *, squared_error: bool = False) -> Observation:
+        """Margins of the last forward pass, `(B, layers * n)`, at all positions or at `positions` `(B, n)`.
+
+        Raises:
+            ArgumentError: The squared error is asked for.
+            CaptureError: There was no such pass, or the penalty could move nothing of the model.
+        """
+        if squared_error:
+            raise ArgumentError(
+                "the squared error of the penalty 'map' is known for source='prior' only, and source is 'model'; use "
+                "the penalty 'log' or 'hinge'."
+            )
+        self._check_gradients()
+        found = [state_margins(state, view=self._view, positions=positions) for state in self._seen()]
+        return Observation(found[0] if len(found) == 1 else _side_by_side(found), None)
+
+    def _seen(self) -> tuple[AttentionState, ...]:
+        if not self._states:
+            raise CaptureError(
+                "the barrier saw no attention of the model for this loss; call the model through its forward pass in "
+                "train mode, once for every loss, or remove the barrier."
+            )
+        return self._states
+
+    def _check_gradients(self) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        last, table = max(self._capture.layers), self._capture.architecture
+        attention = self._site[1][last].get_submodule(table.attention)
+        if not any(p.requires_grad for p in attention.parameters()) and not trains_before(*self._site, last):
+            raise CaptureError(
+                f"no parameter is trained that shapes the attention of layer {last}, so its barrier would move "
+                "nothing; train its projections (LoRA on them will do), or choose a later layer."
+            )
+
+    def valid(self) -> Tensor:
+        """True at real tokens of the last forward pass, `(B, T)`."""
+        state = self._seen()[0]
+        if state.valid is not None:
+            return state.valid
+        return torch.ones(state.batch, state.length, dtype=torch.bool, device=state.query.device)
+
+    def forget(self) -> None:
+        """Let go of the last forward pass."""
+        self._states = ()
+
+    def remove(self) -> None:
+        """Stop listening."""
+        self._capture.remove()
+
+    def __deepcopy__(self, memo: dict) -> "ModelSource":
+        return _copy_without(self, memo)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_states": ()}
+
+
+def _side_by_side(found: list[Margins]) -> Margins:
+    """Margins of several layers as those of one sequence of more positions."""
+
+    def joined(of: Callable[[Margins], Tensor]) -> Tensor:
+        # Layers may be on several devices.
+        return torch.cat([of(margins).to(found[0].sign.device) for margins in found], dim=1)
+
+    return Margins(
+        sign=joined(lambda m: m.sign),
+        log_abs_det=joined(lambda m: m.log_abs_det),
+        valid=joined(lambda m: m.valid),
+        rankable=joined(lambda m: m.rankable),
+        _sigma_min=lambda: joined(lambda m: m.sigma_min),
+    )
+
+
+def _copy_without(original, memo: dict):
+    """A deep copy of what its `__getstate__` gives: tensors of a graph can be copied by nobody."""
+    copied = original.__class__.__new__(original.__class__)
+    memo[id(original)] = copied
+    for name, value in original.__getstate__().items():
+        copied.__dict__[name] = copy.deepcopy(value, memo)
+    return copied
