@@ -1,6 +1,7 @@
 """Where the formula is a density: certificates against quadrature by scipy, and honesty past the boundary."""
 
 import math
+import re
 import warnings
 
 import pytest
@@ -187,6 +188,36 @@ def test_bound_is_tight():
         assert prior.preimages(scalar(0.0), past).number.item() == number
 
 
+@examples
+@given(st.integers(0, 10_000), st.sampled_from([2, 3, 4]))
+def test_a_positive_eigenvalue_of_the_symmetric_part_folds_for_some_past(seed, width):
+    """The converse of repulsion: two tokens along the eigenvector, just past the radius, and the point between them."""
+    raw = normal(width, width, seed=seed)
+    values, vectors = torch.linalg.eigh((raw + raw.T) / 2)
+    if values[-1] < 0.1:
+        raw, values = raw + torch.eye(width), values + 1
+    radius = 1 / values[-1].sqrt()
+    prior = prior_with(raw)
+    for factor, number in [(0.99, 1), (1.01, 3)]:
+        past = factor * radius * torch.stack((vectors[:, -1], -vectors[:, -1]))
+        whole = torch.cat((past, torch.zeros_like(past[:1])))[None]
+        certificate = prior.certificate(whole)
+        assert certificate.injective == (number == 1)
+        assert certificate.sign[0, 2] == (1 if number == 1 else -1)
+        found = prior.preimages(torch.zeros(1, width, dtype=torch.float64), past)
+        assert found.number.item() == number
+        assert found.sign.sum() == 1
+
+
+def test_check_looks_at_every_position_that_could_fold():
+    """The widest past is harmless, since it is crowded; a narrower one of three tokens is not."""
+    crowded = torch.cat((torch.tensor([-1.5, 1.5]), torch.linspace(-1.6, 1.6, 12))).double()[None, :, None]
+    prior = prior_with(scalar(0.6))
+    assert prior.mass(crowded[0, :13]).value == pytest.approx(1.0)
+    with pytest.warns(NumericalWarning, match="At position 3 of sequence 0, the worst of 12"):
+        prior.log_prob(crowded, check=True)
+
+
 @pytest.mark.parametrize(
     ("a", "last", "words"),
     [
@@ -198,8 +229,6 @@ def test_bound_is_tight():
 )
 def test_sentence_says_what_is_guaranteed_and_what_is_not(a, last, words):
     certificate = prior_with(scalar(a)).certificate(torch.tensor([[[-2.0], [2.0], [last]]], dtype=torch.float64))
-    import re
-
     assert re.search(words, certificate.sentence)
 
 
@@ -242,7 +271,9 @@ def test_mass_in_two_unknowns_agrees_with_quadrature():
 def test_log_prob_warns_with_the_mass_that_counts_more_than_once():
     prior, x = prior_with(scalar(1.0)), torch.tensor([[[-2.0], [2.0], [0.5]]], dtype=torch.float64)
     unchecked = prior.log_prob(x)  # training: silent
-    with pytest.warns(NumericalWarning, match=r"position 2 of sequence 0.*integrates to 2\.434, 1\.43 of it counted"):
+    with pytest.warns(
+        NumericalWarning, match=r"position 2 of sequence 0, the worst of 1 .*integrates to 2\.434, 1\.43 of it counted"
+    ):
         checked = prior.log_prob(x, check=True)
     assert_close(checked, unchecked, rtol=0, atol=0)
 
@@ -273,3 +304,7 @@ def test_density_of_the_sampler_integrates_to_one_past_the_boundary():
 def test_past_of_a_wrong_shape_is_refused():
     with pytest.raises(ArgumentError, match=r"past must have shape \(t, 1\)"):
         prior_with(scalar(1.0)).mass(torch.zeros(2, 3, dtype=torch.float64))
+    with pytest.raises(ArgumentError, match=r"past must have shape \(B, P, D\) = \(2, P, 1\)"):
+        prior_with(scalar(1.0)).solve(torch.zeros(2, 3, 1).double(), past=torch.zeros(1, 3, 1).double())
+    with pytest.raises(ArgumentError, match=r"noise must have shape \(M, 1\)"):
+        prior_with(scalar(1.0)).preimages(torch.zeros(2, 3).double(), torch.zeros(2, 1).double())

@@ -18,12 +18,15 @@ from support_tokens.moments import moments
 
 __all__ = ["EmbeddingPrior"]
 
+LARGEST_CHECK = 64
+"""Positions whose mass `log_prob(x, check=True)` computes at most."""
+
 
 class EmbeddingPrior(nn.Module):
     r"""Law of an embedding trajectory, $x_t = \mu_t(x) + \epsilon_t$ with $\epsilon_t \sim N(0, \sigma^2 I)$.
 
-    $$ \mu_t = \sum_{s<t} \alpha_{ts} x_s, \quad \alpha_{ts} \propto \exp\!\Big(\tfrac{(W_Q x_t)^T W_K x_s}{\sqrt
-    R}\Big), \qquad
+    $$ \mu_t = \sum_{s<t} \alpha_{ts} x_s, \quad
+       \alpha_{ts} \propto \exp\!\Big(\tfrac{(W_Q x_t)^T W_K x_s}{\sqrt R}\Big), \qquad
        \log p(x) = \sum_t \big[\log N(x_t - \mu_t; 0, \sigma^2 I) + \log|\det(I - \Sigma_t A)|\big], $$
 
     with $A = W_K^T W_Q / \sqrt R$ and $\Sigma_t$ the covariance of the attended embeddings. The first position has no
@@ -99,14 +102,13 @@ class EmbeddingPrior(nn.Module):
         """
         if x.dim() != 3 or x.shape[-1] != self.width:
             raise ArgumentError(
-                f"x must have shape (B, T, {self.width}), received {tuple(x.shape)}; pass embeddings of the law's "
-                "width."
+                f"x must have shape (B, T, {self.width}), received {tuple(x.shape)}; "
+                "pass embeddings of the law's width."
             )
         if attention_mask is not None and attention_mask.shape != x.shape[:2]:
             raise ArgumentError(
-                f"attention_mask must have shape (B, T) = {tuple(x.shape[:2])}, received "
-                f"{tuple(attention_mask.shape)}; "
-                "pass 1 at real tokens and 0 at padding."
+                f"attention_mask must have shape (B, T) = {tuple(x.shape[:2])}, "
+                f"received {tuple(attention_mask.shape)}; pass 1 at real tokens and 0 at padding."
             )
         padding = None if attention_mask is None else attention_mask == 0
         return state_from_weights(
@@ -181,7 +183,13 @@ class EmbeddingPrior(nn.Module):
 
     def solve(self, noise: Tensor, past: Tensor | None = None) -> Solution:
         """As `embed`, after the embeddings `past` `(B, P, D)`, with an account of the search and without gradients."""
-        return solve(*self._checked_noise(noise), past=past)
+        noise, w_q, w_k = self._checked_noise(noise)
+        if past is not None and (past.dim() != 3 or past.shape[0] != len(noise) or past.shape[-1] != self.width):
+            raise ArgumentError(
+                f"past must have shape (B, P, D) = ({len(noise)}, P, {self.width}), received {tuple(past.shape)}; "
+                "pass one past for each row of noise."
+            )
+        return solve(noise, w_q, w_k, past=past)
 
     @torch.no_grad()
     def sample(self, batch: int, length: int, generator: torch.Generator | None = None) -> Tensor:
@@ -192,7 +200,9 @@ class EmbeddingPrior(nn.Module):
             torch.Size([2, 5, 3])
         """
         if batch < 1 or length < 1:
-            raise ArgumentError(f"batch and length must be at least 1, received {batch} and {length}.")
+            raise ArgumentError(
+                f"batch and length must be at least 1, received {batch} and {length}; draw one or more."
+            )
         weight = self.w_q
         standard = torch.randn(batch, length, self.width, generator=generator, dtype=weight.dtype, device=weight.device)
         return self.embed(standard * self.noise_scale)
@@ -205,6 +215,10 @@ class EmbeddingPrior(nn.Module):
 
     def preimages(self, noise: Tensor, past: Tensor) -> Preimages:
         """All next embeddings found that have noise `(M, D)` after one past `(t, D)`."""
+        if noise.dim() != 2 or noise.shape[-1] != self.width or len(noise) == 0:
+            raise ArgumentError(
+                f"noise must have shape (M, {self.width}), received {tuple(noise.shape)}; pass one row a noise."
+            )
         noise, w_q, w_k = self._promoted(noise)
         return preimages(noise, past.to(noise), factors(w_q, w_k))
 
@@ -224,18 +238,26 @@ class EmbeddingPrior(nn.Module):
         certificate = self.certificate(x, attention_mask)
         if certificate.injective:
             return
-        # The widest past first: it folds the most. One search for the worst position is what a warning needs.
-        valid = None if attention_mask is None else attention_mask != 0
-        radius = past_radius_squared(x.detach(), valid).masked_fill(certificate.certified, 0.0)
-        row, position = divmod(int(radius.argmax()), x.shape[1])
-        past = x[row, :position] if valid is None else x[row, :position][valid[row, :position]]
-        found = self.mass(past, generator=torch.Generator(x.device).manual_seed(0))
-        if found.exact and not found.excess and not certificate.folds:
+        state = self.state(x.detach(), attention_mask)
+        radius = past_radius_squared(state.value[:, 0], state.valid).masked_fill(certificate.certified, 0.0).flatten()
+        # The widest pasts first. Where the mass is exact all of them can be looked at, so that silence means something.
+        exact = min(self.rank, self.width) == 1
+        suspects = radius.argsort(descending=True)[: int((radius > 0).sum())][: LARGEST_CHECK if exact else 1]
+        generator = torch.Generator(x.device).manual_seed(0)
+        worst, where = None, (0, 0)
+        for index in suspects.tolist():
+            row, position = divmod(index, x.shape[1])
+            past = state.value[row, 0, :position]
+            past = past if state.valid is None else past[state.valid[row, :position]]
+            found = self.mass(past, generator=generator)
+            if worst is None or found.value > worst.value:
+                worst, where = found, (row, position)
+        assert worst is not None, "a position that is not certified has a past of some width"
+        if exact and not worst.excess and len(suspects) == int((~certificate.certified).sum()):
             return
         warnings.warn(
-            f"log_prob of EmbeddingPrior: {certificate.sentence} At position {position} of sequence {row}, which has "
-            "the widest past, "
-            f"{found.sentence}.",
+            f"log_prob of EmbeddingPrior: {certificate.sentence} At position {where[1]} of sequence {where[0]}, "
+            f"the worst of {len(suspects)} looked at, {worst.sentence}.",
             NumericalWarning,
             stacklevel=3,
         )
@@ -248,7 +270,7 @@ class EmbeddingPrior(nn.Module):
     def _checked_noise(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if noise.dim() != 3 or noise.shape[-1] != self.width or 0 in noise.shape:
             raise ArgumentError(
-                f"noise must have shape (B, T, {self.width}), received {tuple(noise.shape)}; pass noise of the law's "
-                "width."
+                f"noise must have shape (B, T, {self.width}), received {tuple(noise.shape)}; "
+                "pass noise of the law's width."
             )
         return self._promoted(noise)
