@@ -99,7 +99,11 @@ def plan_from_config(config: Mapping) -> TrainingPlan:
 
 
 PLANS: dict[str, TrainingPlan] = {
-    "demo": TrainingPlan(steps=400, warmup=0.1, log_every=20, evaluate_every=100, save_every=100),
+    # Small batches and a high rate: within minutes it is the number of steps that takes a model of characters past the
+    # plateau of pairs of letters.
+    "demo": TrainingPlan(
+        width=96, batch_size=8, steps=1600, learning_rate=4e-3, evaluate_every=400, evaluate_windows=64, save_every=400,
+    ),
     "small": TrainingPlan(),
     "tiny": TrainingPlan(
         layers=2, heads=2, width=32, context=32, batch_size=8, steps=60, warmup=0.1, log_every=10, evaluate_every=30,
