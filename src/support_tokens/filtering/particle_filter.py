@@ -43,7 +43,7 @@ class FilterStep:
         spread: Root mean variance of $x_t$ over coordinates: the uncertainty left.
         margin_mean: Posterior mean of $\log|\det J_t|$ in nats.
         margin_sd: Its posterior standard deviation.
-        fold_share: Posterior probability that $\det J_t$ is not positive.
+        fold_share: Posterior probability that $\det J_t$ is negative.
     """
 
     log_predictive: float
@@ -214,7 +214,7 @@ class ParticleFilter:
             spread=float((weights @ (x - average).square()).mean().sqrt()),
             margin_mean=margin_mean,
             margin_sd=float((weights @ (margin - margin_mean).square()).sqrt()),
-            fold_share=float(weights @ (sign <= 0).to(weights)),
+            fold_share=float(weights @ (sign < 0).to(weights)),
         )
 
     def _past(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ the average gives the claim on J. Onto: the mean stays in the convex hull of the
 
 It contains the contraction bound $c \lVert A \rVert_2 < 1$, since $\lambda_{\max} \le \lVert A \rVert_2$, and says
 more: where the symmetric part of A has no positive eigenvalue (repulsive coupling) the law is one-to-one for **every**
-    past.
+past. And only there: two tokens along the vector of a positive eigenvalue, far enough apart, give $\det J < 0$ between.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Certificate:
         every_past: Whether the coupling is repulsive, so that the map is one-to-one for every past and any length.
         quasi_definite: Smallest eigenvalue of $(J_t + J_t^T)/2$ at the points given; above 0 it holds near them, and on
             a convex region only if it is above 0 throughout.
-        sign: Sign of $\det J_t$, `(B, T)`. One that is not positive proves that the map folds given that past.
+        sign: Sign of $\det J_t$, `(B, T)`. A negative one proves that the map folds given that past.
     """
 
     bound: float
@@ -62,7 +62,7 @@ class Certificate:
     @property
     def folds(self) -> int:
         """Number of positions at which the map is proven not to be one-to-one."""
-        return int((self.sign <= 0).sum())
+        return int((self.sign < 0).sum())
 
     @property
     def sentence(self) -> str:
@@ -70,29 +70,25 @@ class Certificate:
         if self.every_past:
             return (
                 "Guaranteed for every past and length: the symmetric part of the coupling has no positive eigenvalue, "
-                "so noise and "
-                "embeddings determine each other and log_prob is a density."
+                "so noise and embeddings determine each other and log_prob is a density."
             )
         if self.injective:
             return (
-                "Guaranteed for these pasts: each next embedding and its noise determine each other (bound "
-                f"{self.monotone_bound:.3g} < 1); "
-                "not guaranteed for pasts of larger diameter."
+                "Guaranteed for these pasts: each next embedding and its noise determine each other "
+                f"(bound {self.monotone_bound:.3g} < 1); not guaranteed for pasts of larger diameter."
             )
         open_ = int((~self.certified).sum())
         total = self.certified.numel()
         if self.folds:
             return (
-                f"Not a density: at {self.folds} of {total} positions det J is not positive, so the map folds and "
-                "several embeddings "
-                f"share one noise there; {open_ - self.folds} further positions are neither certified nor proven to "
-                "fold."
+                f"Not a density: at {self.folds} of {total} positions det J is negative, so the map folds and several "
+                f"embeddings share one noise there; {open_ - self.folds} further positions are neither certified nor "
+                "proven to fold."
             )
         return (
-            f"Not guaranteed at {open_} of {total} positions (bound {self.monotone_bound:.3g} >= 1): every det J is "
-            "positive here and the "
-            f"smallest eigenvalue of the symmetric part of J is {self.quasi_definite:.3g}, which says nothing about "
-            "embeddings elsewhere."
+            f"Not guaranteed at {open_} of {total} positions (bound {self.monotone_bound:.3g} >= 1): no det J is "
+            f"negative here and the smallest eigenvalue of the symmetric part of J is {self.quasi_definite:.3g}, "
+            "which says nothing about embeddings elsewhere."
         )
 
 

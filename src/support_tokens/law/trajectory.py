@@ -120,9 +120,9 @@ def next_embedding(
             z[row], residual[row], converged[row] = again.z[best], again.residual[best], True
     if not converged.all():
         raise NumericalError(
-            f"Newton must reach a relative residual of {tolerance:g} at every position, reached "
-            f"{float(residual.max()):.1e} after "
-            f"{past} past positions; weaken the coupling (see certificate), or compute in float64."
+            f"Newton must reach a relative residual of {tolerance:g} at every position, "
+            f"reached {float(residual.max()):.1e} after {past} past positions; "
+            "weaken the coupling (see certificate), or compute in float64."
         )
     return noise + (attend(z, keys).unsqueeze(-2) @ values).squeeze(-2), roots.iterations, residual, count
 
