@@ -156,6 +156,7 @@ def test_headline_names_leaders_and_ties():
     tied = synthetic(ce=CE, a=(2.0, 1.0, 1.0, 1.0), b=(2.0, 1.0, 1.0, 1.0))
     assert set(leaders(tied, ABSOLUTE)) == {"a", "b"}
     assert "no arm is clearly ahead under absolute noise" in headline(tied) and "CE" not in headline(tied)
+    assert "degrades least" not in headline(tied)
     assert "CE degrades least under absolute noise" in headline(synthetic(ce=CE, a=(2.0, 3.0, 3.0, 1.0)))
     assert headline(synthetic(ce=CE)) == "One arm: nothing is compared."
 

@@ -106,8 +106,8 @@ def made(clean, *perturbed, rms: float = 1.0) -> Measurement:
 
 def test_compare_on_figures_done_by_hand():
     ln2 = math.log(2)
-    base = made([9 * ln2] * 6, [18 * ln2] * 6, [36 * ln2] * 6, [18 * ln2] * 6)
-    arm = made([9 * ln2] * 6, [13.5 * ln2] * 6, [18 * ln2] * 6, [27 * ln2] * 6, rms=3.0)
+    base = made([9 * ln2] * 6, [18 * ln2] * 6, [36 * ln2] * 6, [18 * ln2] * 6, rms=2.0)
+    arm = made([9 * ln2] * 6, [13.5 * ln2] * 6, [18 * ln2] * 6, [27 * ln2] * 6, rms=6.0)
     report = compare({"base": [base], "arm": [arm]}, EvaluationData(ids()), NOISE, bootstrap=QUICK)
     assert report.result("base", "noise 1").bits.value == pytest.approx(4)
     assert report.result("base", "noise 1").degradation.value == pytest.approx(4)
@@ -266,7 +266,7 @@ def test_histograms_share_edges_and_count_everything():
 
 def test_support_tokens_are_the_smallest_valid_margins():
     trace = Trace(
-        list("abcdef"), [0.0, 0.0, -1.0, 2.0, -math.inf, -1.0], [1, 1, -1, 1, 0, 1], [False, False, *[True] * 4]
+        list("abcdef"), [-9.0, -9.0, -1.0, 2.0, -math.inf, -1.0], [1, 1, -1, 1, 0, 1], [False, False, *[True] * 4]
     )
     made_sentence = sentence({"a": ArmMargins([], [], trace=trace)}, support=3)
     assert made_sentence.arms[0].support == (4, 2, 5)
@@ -331,6 +331,10 @@ def broken(report, change) -> str:
         (
             lambda r: r["arms"][1].update(embedding_rms=["1"]),
             "arms[1].embedding_rms[0] must be a finite number, not '1'",
+        ),
+        (
+            lambda r: r["results"][0]["bits"].update(value=True),
+            "results[0].bits.value must be a finite number, not True",
         ),
         (lambda r: r["results"][0].update(bits=3), "results[0].bits must be an object, not 3"),
         (lambda r: r["data"].update(sequences=2.5), "data.sequences must be a whole number, not 2.5"),
