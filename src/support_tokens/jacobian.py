@@ -79,6 +79,18 @@ class JacobianBlocks:
         elif self.state.output is not None:
             _ = self._weights_reduced
 
+    def cut(self) -> list[tuple[Tensor, Tensor]]:
+        """Cuts what `prepare` computes out of the autograd graph: each shared tensor, with the leaf that takes its
+        place."""
+        self.prepare()
+        pairs = []
+        for name in ("_weights_dense", "_output_shared", "_weights_reduced"):
+            if name in self.__dict__:
+                leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.__dict__[name]]
+                pairs += zip(self.__dict__[name], leaves, strict=True)
+                self.__dict__[name] = tuple(leaves)
+        return [pair for pair in pairs if pair[1].requires_grad]
+
     @property
     def _uses_dense(self) -> bool:
         state = self.state
@@ -108,6 +120,20 @@ class JacobianBlocks:
         return self._masked(
             self._head_rows(rows, moments(state, rows), self._output_factor(rows), self._weights_reduced), rows
         )
+
+    def per_head(self, rows: Rows) -> Tensor:
+        r"""Matrices $M^h_t$, `(B, n, H, Rv, Rv)`, with $\det(I \mp M^h_t)$ the determinant that head h alone would give.
+
+        A diagnostic: heads add up before the determinant is taken, so these are no factors of it. Under identity values
+        there is one head and the matrix is that of `reduced`.
+        """
+        state = self.state
+        if state.output is None:
+            return self.reduced(rows).unsqueeze(2)
+        whole = self._head_rows(rows, moments(state, rows), self._output_factor(rows), self._weights_reduced)
+        heads, width = state.heads, state.value.shape[-1]  # type: ignore[union-attr]
+        parts = self._masked(whole, rows).unflatten(-1, (heads, width)).unflatten(-3, (heads, width))
+        return parts.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
 
     @cached_property
     def _queries_as_values(self) -> AttentionState:

@@ -1,7 +1,16 @@
 r"""Margins: sign, $\log|\det J_t|$ and $\sigma_{\min}(J_t)$ of every position, and the support tokens they single
 out."""
 
-__all__ = ["Margins", "attention_margins", "attention_slogdet", "state_margins", "view_sign"]
+__all__ = [
+    "Margins",
+    "attention_margins",
+    "attention_slogdet",
+    "margins_at",
+    "margins_of",
+    "position_chunks",
+    "state_margins",
+    "view_sign",
+]
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -176,37 +185,43 @@ def state_margins(
         >>> state_margins(state_from_weights(x, w, w), positions=torch.tensor([[4], [3]])).log_abs_det.shape
         torch.Size([2, 1])
     """
-    sign_of_view = view_sign(view)
     blocks = JacobianBlocks(state)
-    width = blocks.reduced_width
-    chunks = _chunks(state, positions, width, chunk_size)
-    identity = torch.eye(width, dtype=state.query.dtype, device=state.query.device)
-
-    def one(rows: Rows) -> tuple[Tensor, Tensor]:
-        return safe_slogdet(identity + sign_of_view * blocks.reduced(rows))
-
+    chunks = position_chunks(state, positions, blocks.reduced_width, chunk_size)
     with full_precision(state.query):
         blocks.prepare()
         recompute = torch.is_grad_enabled() and len(chunks) > 1
         parts = [
-            checkpoint(one, rows, use_reentrant=False, preserve_rng_state=False) if recompute else one(rows)
+            checkpoint(margins_at, blocks, rows, view, use_reentrant=False, preserve_rng_state=False)
+            if recompute
+            else margins_at(blocks, rows, view)
             for rows in chunks
         ]
+    sign = torch.cat([part.sign for part in parts], dim=1)
+    log_abs_det = torch.cat([part.log_abs_det for part in parts], dim=1)
+    return margins_of(state, sign, log_abs_det, view=view, positions=positions)
+
+
+def margins_at(blocks: JacobianBlocks, rows: Rows, view: str) -> Slogdet:
+    """Sign and log margin of one chunk of positions, `(B, n)`, by the smaller of the matrices that have its
+    determinant."""
+    identity = torch.eye(blocks.reduced_width, dtype=blocks.state.query.dtype, device=blocks.state.query.device)
+    return safe_slogdet(identity + view_sign(view) * blocks.reduced(rows))
+
+
+def margins_of(
+    state: AttentionState, sign: Tensor, log_abs_det: Tensor, *, view: str, positions: Tensor | None = None
+) -> Margins:
+    """`Margins` from what was computed, with what the state knows of its positions."""
     every: Rows = slice(0, state.length) if positions is None else positions
-    valid = take(_valid(state), every, 1)
-    return Margins(
-        sign=torch.cat([sign for sign, _ in parts], dim=1),
-        log_abs_det=torch.cat([value for _, value in parts], dim=1),
-        valid=valid,
-        rankable=take(_rankable(state), every, 1),
-        _sigma_min=lambda: _sigma_min(state, blocks, sign_of_view, _chunks(state, positions, state.width, chunk_size)),
-    )
 
+    def smallest() -> Tensor:
+        identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
+        blocks = JacobianBlocks(state)
+        chunks = position_chunks(state, positions, state.width)
+        with full_precision(state.query):
+            return torch.cat([sigma_min(identity + view_sign(view) * blocks.dense(rows)) for rows in chunks], dim=1)
 
-def _sigma_min(state: AttentionState, blocks: JacobianBlocks, sign_of_view: int, chunks: list[Rows]) -> Tensor:
-    identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
-    with full_precision(state.query):
-        return torch.cat([sigma_min(identity + sign_of_view * blocks.dense(rows)) for rows in chunks], dim=1)
+    return Margins(sign, log_abs_det, take(_valid(state), every, 1), take(_rankable(state), every, 1), smallest)
 
 
 def _valid(state: AttentionState) -> Tensor:
@@ -223,11 +238,18 @@ def _rankable(state: AttentionState) -> Tensor:
     return valid & (keys >= 2)
 
 
-def _chunks(state: AttentionState, positions: Tensor | None, width: int, chunk_size: int | None) -> list[Rows]:
-    """Query positions in chunks: slices of the sequence, or columns of `positions`."""
+def position_chunks(
+    state: AttentionState,
+    positions: Tensor | None,
+    width: int,
+    chunk_size: int | None = None,
+    budget: int = _CHUNK_BYTES,
+) -> list[Rows]:
+    """Query positions in chunks, slices of the sequence or columns of `positions`, `budget` bytes of matrices in
+    each."""
     count = state.length if positions is None else positions.shape[1]
     if chunk_size is None:
-        chunk_size = max(1, _CHUNK_BYTES // (state.batch * width * width * state.query.element_size()))
+        chunk_size = max(1, budget // (state.batch * width * width * state.query.element_size()))
     elif chunk_size < 1:
         raise ArgumentError(f"chunk_size must be at least 1, received {chunk_size}; leave it None to choose by memory.")
     bounds = [(start, min(start + chunk_size, count)) for start in range(0, count, chunk_size)]

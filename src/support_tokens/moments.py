@@ -15,6 +15,10 @@ from torch import Tensor
 
 from support_tokens.attention import AttentionState, Rows, take
 
+# Bytes of the outer products of one block of keys: inside of a processor's cache, and large enough for an efficient
+# product.
+_BLOCK_BYTES = 4 * 2**20
+
 
 class Moments(NamedTuple):
     r"""Moments of the attended values and keys at n positions.
@@ -35,7 +39,8 @@ class Moments(NamedTuple):
 def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Moments:
     """Mean, (value, key) covariance and self-weights of `state` at query positions `rows`.
 
-    A row with no key has mean and covariance zero. Cost: O(n S Rv R) operations and O(S Rv R + n S) memory a head.
+    A row with no key has mean and covariance zero. Cost: O(n S Rv R) operations and O(n Rv R + n S) memory a
+    head.
 
     Args:
         state: What a layer did to a batch.
@@ -81,8 +86,10 @@ def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Mo
     joint = None
     if covariance:
         tilted = weights if slope is None else weights * slope
-        outer = (centred_value.unsqueeze(-1) * centred_key.unsqueeze(-2)).flatten(-2)
-        second = (by_group(tilted) @ outer).reshape(batch, heads, count, value.shape[-1], key.shape[-1])
+        stacked_weights = tilted.reshape(batch, groups, heads // groups, count, keys)
+        start = rows.start + offset if isinstance(rows, slice) else None
+        second = _SecondMoment.apply(stacked_weights, centred_value, centred_key, start)
+        second = second.reshape(batch, heads, count, value.shape[-1], key.shape[-1])
         tilted_key = (by_group(tilted) @ centred_key).reshape(batch, heads, count, -1)
         joint = second - centred_mean.unsqueeze(-1) * tilted_key.unsqueeze(-2)
     if state.strict:
@@ -116,3 +123,52 @@ def _own_key(state: AttentionState, rows: Rows, offset: int) -> Tensor:
     if isinstance(rows, slice):
         return torch.arange(rows.start, rows.stop, device=state.query.device).reshape(1, 1, -1, 1) + offset
     return rows[:, None, :, None] + offset
+
+
+class _SecondMoment(torch.autograd.Function):
+    r"""$\sum_s w_{ts} v_s k_s^T$ for weights `(B, G, m, n, S)`, values `(B, G, S, Rv)` and keys `(B, G, S, R)`: `(B,
+    G, m, n, Rv R)`.
+
+    One matrix product per block of keys with the outer products $v_s k_s^T$ of that block. Autograd would keep them
+    all, S Rv R numbers a head; here the backward pass forms each block again. `start` is the key index of the first of
+    consecutive causal
+    rows: rows before a block of keys give it no weight and are left out.
+    """
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, value: Tensor, key: Tensor, start: int | None) -> Tensor:
+        ctx.save_for_backward(weights, value, key)
+        ctx.start = start
+        second = weights.new_zeros(*weights.shape[:-1], value.shape[-1] * key.shape[-1])
+        for keys, first in _key_blocks(weights, value, key, start):
+            part = weights[..., first:, keys].flatten(2, 3) @ _outer(value[:, :, keys], key[:, :, keys])
+            second[..., first:, :] += part.unflatten(2, (weights.shape[2], -1))
+        return second
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        weights, value, key = ctx.saved_tensors
+        (grad,) = gradients
+        grad_weights, grad_value, grad_key = [], [], []
+        for keys, first in _key_blocks(weights, value, key, ctx.start):
+            rows = grad[..., first:, :].flatten(2, 3)
+            block = weights[..., first:, keys]
+            by_weight = (rows @ _outer(value[:, :, keys], key[:, :, keys]).mT).unflatten(2, (weights.shape[2], -1))
+            grad_weights.append(torch.nn.functional.pad(by_weight, (0, 0, first, 0)))
+            by_outer = (block.flatten(2, 3).mT @ rows).unflatten(-1, (value.shape[-1], key.shape[-1]))
+            grad_value.append((by_outer @ key[:, :, keys].unsqueeze(-1)).squeeze(-1))
+            grad_key.append((value[:, :, keys].unsqueeze(-2) @ by_outer).squeeze(-2))
+        return torch.cat(grad_weights, dim=-1), torch.cat(grad_value, dim=2), torch.cat(grad_key, dim=2), None
+
+
+def _outer(value: Tensor, key: Tensor) -> Tensor:
+    return (value.unsqueeze(-1) * key.unsqueeze(-2)).flatten(-2)
+
+
+def _key_blocks(weights: Tensor, value: Tensor, key: Tensor, start: int | None) -> list[tuple[slice, int]]:
+    """Blocks of keys, each with the first row that may look at it."""
+    one_key = value.shape[0] * value.shape[1] * value.shape[-1] * key.shape[-1] * value.element_size()
+    size = max(16, _BLOCK_BYTES // one_key)
+    count, length = weights.shape[-2], key.shape[2]
+    blocks = [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
+    return [(keys, 0 if start is None else min(max(0, keys.start - start), count)) for keys in blocks]
