@@ -161,6 +161,14 @@ def test_headline_names_leaders_and_ties():
     assert headline(synthetic(ce=CE)) == "One arm: nothing is compared."
 
 
+def test_differences_too_small_to_matter_are_not_named():
+    report = synthetic(spread=1e-5, ce=CE, other=(2.001, 1.996, 1.996, 1.0))
+    assert report.difference("other", "clean").bits.excludes(0)
+    assert all(d.degradation.excludes(0) for d in report.area_differences)
+    assert {f.tone for f in verdict(report).findings} <= {"open", "note"}
+    assert "no arm is clearly ahead" in headline(report)
+
+
 def test_headline_tells_the_cost_of_the_leader():
     assert "Clean BPC: +5.0\u00a0% for A." in headline(synthetic(spread=0.001, ce=CE, a=(2.1, 1.0, 1.0, 1.0)))
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from support_tokens.intervals import Estimate
 from support_tokens.report import words
-from support_tokens.report.verdict import direction, families, verdict
+from support_tokens.report.verdict import direction, verdict
 from support_tokens.results import RobustnessReport
 
 _TONES = {"better": "✓", "worse": "✗", "open": "?", "note": "•"}
@@ -43,51 +43,63 @@ def render_text(report_json: RobustnessReport | Mapping[str, Any], *, width: int
 
 def _page(report: RobustnessReport) -> Group:
     said = verdict(report)
+    findings = Table.grid(Column(), Column(), padding=(0, 1))
+    for finding in said.findings:
+        findings.add_row(_TONES[finding.tone], Text.assemble(finding.text, " ", (finding.figures, "dim")))
+    return Group(Text(said.headline, style="bold"), Text(said.caveat), findings, Text(), _table(report))
+
+
+def _table(report: RobustnessReport) -> Table:
     table = Table(caption=Text(_caption(report)), caption_justify="left")
-    for head in ("noise", *(words.label(report, arm.name) for arm in report.arms)):
-        table.add_column(Text(head))
+    table.add_column("noise", no_wrap=True)
+    for arm in report.arms:
+        table.add_column(Text(words.label(report, arm.name)))
+    rows: dict[str, list[tuple[str, list[Text]]]] = {}
     for perturbation in report.perturbations:
-        clean = perturbation.family == "clean"
         cells = []
         for arm in report.arms:
-            result, difference = (
-                report.result(arm.name, perturbation.name),
-                report.difference(arm.name, perturbation.name),
-            )
-            lines = [_figure(words.number(result.bits.value), result.bits, 3, difference and difference.bits)]
-            if not clean:
-                degradation = result.degradation
-                shown = words.ratio(degradation.value)
-                lines.append(_figure(shown, degradation, 2, difference and difference.degradation))
+            result, against = report.result(arm.name, perturbation.name), report.difference(arm.name, perturbation.name)
+            lines = [_bits(result.bits, against and against.bits)]
+            if perturbation.family != "clean":
+                lines.append(_ratio(result.degradation, against and against.degradation))
             cells.append(Text("\n").join(lines))
-        table.add_row(
-            Text(words.setting(perturbation)), *cells, end_section=clean or _last_of_family(report, perturbation)
-        )
-    for family in families(report):
-        areas = {area.arm: area.degradation for area in report.areas if area.family == family}
-        cells = [_figure(words.ratio(areas[arm.name].value), areas[arm.name], 2, None) for arm in report.arms]
-        table.add_row(Text(f"mean, {words.family(family)}"), *cells)
-    findings = [Text(f"  {_TONES[f.tone]} {f.text} [{f.figures}]") for f in said.findings]
-    return Group(Text(said.headline, style="bold"), Text(said.caveat), *findings, Text(), table)
+        rows.setdefault(perturbation.family, []).append((words.setting(perturbation), cells))
+    for area in report.areas:
+        if area.arm == report.baseline:
+            of_arms = {a.arm: a for a in report.areas if a.family == area.family}
+            against = {d.arm: d for d in report.area_differences if (d.of, d.against) == (area.family, report.baseline)}
+            means = []
+            for arm in report.arms:
+                mean, other = of_arms[arm.name], against.get(arm.name)
+                lines = [_bits(mean.bits, other and other.bits), _ratio(mean.degradation, other and other.degradation)]
+                means.append(Text("\n").join(lines))
+            rows[area.family].append(("mean of curve", means))
+    for of_family in rows.values():
+        for head, cells in of_family:
+            table.add_row(Text(head), *cells)
+        table.add_section()
+    return table
 
 
-def _last_of_family(report: RobustnessReport, perturbation: object) -> bool:
-    place = next(i for i, p in enumerate(report.perturbations) if p is perturbation)
-    rest = report.perturbations[place + 1 :]
-    return not rest or rest[0].family != report.perturbations[place].family
+def _bits(bits: Estimate, difference: Estimate | None) -> Text:
+    return _figure(words.number(bits.value), bits, difference)
 
 
-def _figure(shown: str, estimate: Estimate, digits: int, difference: Estimate | None) -> Text:
+def _ratio(ratio: Estimate, difference: Estimate | None) -> Text:
+    return _figure(words.ratio(ratio.value), ratio, difference)
+
+
+def _figure(shown: str, estimate: Estimate, difference: Estimate | None) -> Text:
+    """Number, mark and interval, short enough for three arms on 80 columns."""
     where = direction(difference) if difference else "unclear"
-    return Text.assemble(
-        (shown, "bold"), (_MARKS[where], _STYLES[where]), " ", (words.interval(estimate, digits), "dim")
-    )
+    ends = "" if estimate.low is None or estimate.high is None else f" {estimate.low:.2f}–{estimate.high:.2f}"
+    return Text.assemble((shown, "bold"), (_MARKS[where], _STYLES[where]), (ends, "dim"))
 
 
 def _caption(report: RobustnessReport) -> str:
     seeds = "1 seed" if len(report.seeds) == 1 else f"{len(report.seeds)} seeds"
     return (
-        f"{report.measure} and ratio to clean, {100 * report.bootstrap.confidence:g} % intervals, "
+        f"{report.measure} and ratio to clean with {100 * report.bootstrap.confidence:g}\u00a0% intervals, "
         f"n = {report.data.sequences} sequences, {seeds}; ▼ lower, ▲ higher than the baseline: the interval of the "
         "paired difference excludes zero"
     )

@@ -1,12 +1,15 @@
 r"""The verdict in words, by rules that read nothing but the figures of the report.
 
-An arm is called better or worse only where the paired interval of the difference excludes zero. What the number of
-seeds allows to be claimed stands in front of it: nothing with one, a tentative statement below five.
+An arm is called better or worse only where the paired interval of the difference excludes zero, and the difference is
+large enough to matter. What the number of seeds allows to be claimed stands in front of it: nothing with one, a
+tentative statement below five.
 """
 
 __all__ = [
     "SCALE_TOLERANCE",
     "SEEDS_FOR_A_CLAIM",
+    "SMALLEST_COST",
+    "SMALLEST_RATIO",
     "Finding",
     "Verdict",
     "clean_cost",
@@ -31,6 +34,10 @@ SEEDS_FOR_A_CLAIM = 5
 """Fewer seeds are reported as tentative."""
 SCALE_TOLERANCE = 0.1
 """Embeddings within this share of the baseline's root mean square count as unchanged in size."""
+SMALLEST_COST = 0.001
+"""Clean figures that differ by a smaller share of the baseline's count as equal, however narrow the interval."""
+SMALLEST_RATIO = 0.005
+"""Degradation ratios that differ by less count as equal, however narrow the interval."""
 
 ABSOLUTE, MATCHED = "embedding_noise/absolute", "embedding_noise/matched"
 
@@ -78,14 +85,16 @@ def families(report: RobustnessReport) -> list[str]:
     return list(dict.fromkeys(area.family for area in report.areas))
 
 
-def direction(difference: Estimate) -> Literal["lower", "higher", "unclear"]:
-    """Where a difference lies, if its interval excludes zero.
+def direction(difference: Estimate, smallest: float = 0.0) -> Literal["lower", "higher", "unclear"]:
+    """Where a difference lies, if its interval excludes zero and it is at least `smallest` in size.
 
     Example:
         >>> direction(Estimate(-1.0, -2.0, -0.5)), direction(Estimate(-1.0, -2.0, 0.5)), direction(Estimate(-1.0))
         ('lower', 'unclear', 'unclear')
+        >>> direction(Estimate(-1.0, -2.0, -0.5), smallest=1.5)
+        'unclear'
     """
-    if not difference.excludes(0.0):
+    if not difference.excludes(0.0) or abs(difference.value) < smallest:
         return "unclear"
     return "lower" if difference.value < 0 else "higher"
 
@@ -110,9 +119,10 @@ def clean_cost(report: RobustnessReport, arm: str) -> Finding:
     """What the arm costs without noise, against the baseline."""
     clean = report.perturbations[0].name
     difference = next(d.bits for d in report.differences if (d.arm, d.of) == (arm, clean))
-    share = difference.value / report.result(report.baseline, clean).bits.value
+    base = report.result(report.baseline, clean).bits.value
+    share = difference.value / base
     figures = f"{words.percent(share)}; {_difference(report, difference)}"
-    name, where = words.label(report, arm), direction(difference)
+    name, where = words.label(report, arm), direction(difference, SMALLEST_COST * base)
     if where == "unclear":
         return Finding("Clean cost", arm, "open", f"{name}: no clear difference in clean {report.measure}.", figures)
     tone: Tone = "better" if where == "lower" else "worse"
@@ -127,7 +137,7 @@ def under_noise(report: RobustnessReport, arm: str, family: str) -> Finding:
         f"mean ratio {words.ratio(heights[arm], 3)} against {words.ratio(heights[report.baseline], 3)}; "
         f"{_difference(report, difference.degradation)}"
     )
-    where, bits = direction(difference.degradation), direction(difference.bits)
+    where, bits = direction(difference.degradation, SMALLEST_RATIO), direction(difference.bits)
     topic = f"Under {noise}"
     if where == "unclear":
         return Finding(topic, arm, "open", f"{name}: no clear difference in degradation under {noise}.", figures)
@@ -175,7 +185,11 @@ def leaders(report: RobustnessReport, family: str) -> list[str]:
     heights = _heights(report, family)
     ranked = sorted(heights, key=lambda name: heights[name])
     first, *rest = ranked
-    return [first, *(a for a in rest if direction(_against(report, first, a, family).degradation) == "unclear")]
+    return [first, *(a for a in rest if _level(report, first, a, family))]
+
+
+def _level(report: RobustnessReport, arm: str, other: str, family: str) -> bool:
+    return direction(_against(report, arm, other, family).degradation, SMALLEST_RATIO) == "unclear"
 
 
 def headline(report: RobustnessReport) -> str:
@@ -191,7 +205,7 @@ def headline(report: RobustnessReport) -> str:
         if len(ahead) == 1:
             clear.setdefault(ahead[0], []).append(noise)
     parts = [f"{words.label(report, arm)} degrades least under {_listed(noises)}" for arm, noises in clear.items()] + [
-        f"no arm is clearly ahead under {noise} ({_listed([words.label(report, arm) for arm in ahead])} are level)"
+        f"no arm is clearly ahead under {noise}, where {_listed([words.label(report, arm) for arm in ahead])} are level"
         for ahead, noise in found
         if len(ahead) > 1
     ]
@@ -211,7 +225,7 @@ def _cost(report: RobustnessReport, arms: list[str]) -> str:
     costs = [
         f"{words.percent(d.bits.value / base)} for {words.label(report, arm)}"
         for arm in arms
-        if (d := report.difference(arm, clean)) is not None and direction(d.bits) != "unclear"
+        if (d := report.difference(arm, clean)) is not None and direction(d.bits, SMALLEST_COST * base) != "unclear"
     ]
     return f" Clean {report.measure}: {_listed(costs)}." if costs else ""
 
