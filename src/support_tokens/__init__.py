@@ -18,6 +18,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     states         recorded tensors -> attention states
     capture        queries, keys and values out of a Hugging Face model
     sources        what a barrier acts on: the law, or the model's own attention
+    objective      the penalised loss: the barriers that sit in a model
     attach         attach_barrier: one line on a causal language model
     callbacks      the barrier beside the Trainer of transformers
     run_folder     files that are never half written; the folder of a run

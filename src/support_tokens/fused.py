@@ -22,7 +22,7 @@ from support_tokens.logdet import full_precision
 from support_tokens.margins import Margins, margins_at, margins_of, position_chunks, state_margins
 
 # Smaller than where no gradient is wanted: a chunk holds its matrices, their factors, inverses and gradients at once.
-_CHUNK_BYTES = 2 * 2**20
+_CHUNK_BYTES = 4 * 2**20
 
 
 def fused_penalty(
