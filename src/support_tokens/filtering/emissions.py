@@ -1,5 +1,7 @@
 r"""What is observed of an embedding: a token drawn from logits $E x / \tau$, or the embedding plus Gaussian noise."""
 
+__all__ = ["CategoricalEmission", "Emission", "GaussianEmission"]
+
 import math
 from typing import Protocol
 
@@ -7,8 +9,6 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-
-__all__ = ["CategoricalEmission", "Emission", "GaussianEmission"]
 
 
 class Emission(Protocol):

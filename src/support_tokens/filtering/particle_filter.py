@@ -11,6 +11,8 @@ sampler takes one of several embeddings with one noise, the density counts them 
 whether that happens.
 """
 
+__all__ = ["FilterResult", "FilterStep", "ParticleFilter"]
+
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,8 +27,6 @@ from support_tokens.law import EmbeddingPrior
 from support_tokens.law.solve import attend, factors
 from support_tokens.law.trajectory import next_embedding
 from support_tokens.logdet import safe_slogdet
-
-__all__ = ["FilterResult", "FilterStep", "ParticleFilter"]
 
 PROPOSALS = ("bootstrap", "guided")
 

@@ -1,11 +1,11 @@
 r"""Resampling of weighted particles, and the effective sample size that asks for it."""
 
+__all__ = ["SCHEMES", "effective_sample_size", "resample"]
+
 import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-
-__all__ = ["SCHEMES", "effective_sample_size", "resample"]
 
 SCHEMES = ("systematic", "residual")
 

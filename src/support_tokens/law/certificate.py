@@ -15,6 +15,8 @@ more: where the symmetric part of A has no positive eigenvalue (repulsive coupli
 past. And only there: two tokens along the vector of a positive eigenvalue, far enough apart, give $\det J < 0$ between.
 """
 
+__all__ = ["Certificate", "certify", "past_radius_squared", "repulsive"]
+
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +26,6 @@ from support_tokens.attention import AttentionState
 from support_tokens.jacobian import JacobianBlocks
 from support_tokens.logdet import full_precision
 from support_tokens.margins import Margins
-
-__all__ = ["Certificate", "certify", "past_radius_squared", "repulsive"]
 
 _CHUNK_BYTES = 32 * 2**20
 

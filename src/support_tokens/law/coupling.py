@@ -5,6 +5,8 @@ shrinks, and negative ones where they repel and the margin grows; in one dimensi
 between aligned and opposed spins.
 """
 
+__all__ = ["Concentration", "Coupling", "barrier_concentration", "coupling_spectrum"]
+
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +16,6 @@ from support_tokens.errors import ArgumentError
 from support_tokens.jacobian import JacobianBlocks
 from support_tokens.law.prior import EmbeddingPrior
 from support_tokens.logdet import full_precision
-
-__all__ = ["Concentration", "Coupling", "barrier_concentration", "coupling_spectrum"]
 
 _CHUNK_BYTES = 32 * 2**20
 

@@ -9,6 +9,8 @@ embedding law alone has a Jacobian term. Where the query is $x^{l+1}_t$ itself, 
 is being modelled and $J_t = I - \mathrm{Cov}_{\alpha_t}(x^l, W_K x^l) W_Q / \sqrt R$ comes back.
 """
 
+__all__ = ["LawStack", "LayerLaw"]
+
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,8 +26,6 @@ from support_tokens.law.solve import factors
 from support_tokens.law.trajectory import next_embedding
 from support_tokens.logdet import full_precision, safe_slogdet
 from support_tokens.moments import moments
-
-__all__ = ["LawStack", "LayerLaw"]
 
 QUERIES = ("below", "own")
 

@@ -1,5 +1,7 @@
 r"""The law as a citizen of `torch.distributions`: the transform from noise to embeddings, and the distribution."""
 
+__all__ = ["EmbeddingLaw", "NoiseToEmbeddings"]
+
 from typing import Any
 
 import torch
@@ -9,8 +11,6 @@ from torch.distributions import Distribution, Independent, Normal, Transform, co
 from support_tokens.errors import ArgumentError
 from support_tokens.law.certificate import repulsive
 from support_tokens.law.prior import EmbeddingPrior
-
-__all__ = ["EmbeddingLaw", "NoiseToEmbeddings"]
 
 
 class NoiseToEmbeddings(Transform):

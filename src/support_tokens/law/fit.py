@@ -10,6 +10,8 @@ $$ \mathrm{Cov}(\hat A) = \frac{\partial A}{\partial \theta}\, H^{+} \Big(\frac{
 with the pseudo-inverse, since A does not move along what H does not see.
 """
 
+__all__ = ["Fit", "StandardErrors", "fit", "standard_errors"]
+
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +21,6 @@ from torch.func import functional_call
 from support_tokens.errors import ArgumentError, NumericalError
 from support_tokens.law.certificate import Certificate
 from support_tokens.law.prior import EmbeddingPrior
-
-__all__ = ["Fit", "StandardErrors", "fit", "standard_errors"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,8 @@ $$ \int N(e(x))\, |\det J(x)|\, dx = E_\epsilon\big[\#\{x : e(x) = \epsilon\}\bi
 with equality where the map is one-to-one. The excess over one is mass that the formula counts more than once.
 """
 
+__all__ = ["Mass", "Preimages", "mass", "preimages"]
+
 import math
 from dataclasses import dataclass
 
@@ -12,10 +14,7 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-from support_tokens.law.solve import Factors, all_roots_on_a_line, attend, newton, tolerance_of
-
-__all__ = ["Mass", "Preimages", "mass", "preimages"]
-
+from support_tokens.law.solve import Factors, all_roots_on_a_line, attend, newton, tolerance_of, working_dtype
 
 ROUNDS = 3
 """Rounds of the search with several unknowns, each with four times the starts of the one before."""
@@ -90,6 +89,8 @@ def preimages(noise: Tensor, past: Tensor, maps: Factors, *, starts: int = 16) -
         >>> preimages(torch.zeros(1, 1), past, Factors(one, one)).x.squeeze()
         tensor([-1.99..., 0.0..., 1.99...])
     """
+    given, wide = noise.dtype, working_dtype(noise)
+    noise, past, maps = noise.to(wide), past.to(wide), Factors(*(matrix.to(wide) for matrix in maps))
     queries, keys = _rows(past, maps)
     target = noise @ maps.to_query.T
     if queries.shape[-1] == 1:
@@ -104,7 +105,8 @@ def preimages(noise: Tensor, past: Tensor, maps: Factors, *, starts: int = 16) -
     weights = attend(flat, keys.expand(len(flat), *keys.shape))
     sign = _sign(weights, queries, keys).reshape(shape).masked_fill(filled, 0.0)
     x = noise.unsqueeze(1) + (weights @ past).reshape(*shape, -1)
-    return Preimages(x.masked_fill(filled.unsqueeze(-1), math.nan), sign, number, complete=queries.shape[-1] == 1)
+    x = x.masked_fill(filled.unsqueeze(-1), math.nan)
+    return Preimages(x.to(given), sign.to(given), number, complete=queries.shape[-1] == 1)
 
 
 def _sign(weights: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 r"""The paper's law of embeddings: a latent-noise model whose mean is causal attention, with an exact density."""
 
+__all__ = ["EmbeddingPrior"]
+
 import math
 import warnings
 
@@ -15,8 +17,6 @@ from support_tokens.law.trajectory import Solution, embed, solve
 from support_tokens.logdet import full_precision
 from support_tokens.margins import Margins, state_margins
 from support_tokens.moments import moments
-
-__all__ = ["EmbeddingPrior"]
 
 LARGEST_CHECK = 64
 """Positions whose mass `log_prob(x, check=True)` computes at most."""
@@ -167,8 +167,8 @@ class EmbeddingPrior(nn.Module):
     def embed(self, noise: Tensor) -> Tensor:
         r"""Embeddings x with $x - \mu(x) = \epsilon$, `(B, T, D)`; differentiable in noise and parameters.
 
-        Position after position by Newton to a relative residual of 1e-10 (1e-5 in float32). Which of several solutions
-        is taken, `solve` says.
+        Position after position by Newton in float64, to a relative residual of 1e-10; the result has the dtype of the
+        noise. Which of several solutions is taken, `solve` says.
 
         Raises:
             NumericalError: The search did not reach that residual.

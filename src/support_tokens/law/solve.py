@@ -11,6 +11,18 @@ exists: the sum lies in the convex hull of the past, a compact set, so that Brou
 degree theory the signs of $\det F'$ over all solutions add up to one.
 """
 
+__all__ = [
+    "Factors",
+    "Roots",
+    "all_roots_on_a_line",
+    "attend",
+    "factors",
+    "is_monotone",
+    "newton",
+    "tolerance_of",
+    "working_dtype",
+]
+
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,9 +32,7 @@ from torch import Tensor
 
 from support_tokens.errors import NumericalError
 
-__all__ = ["Factors", "Roots", "all_roots_on_a_line", "attend", "factors", "is_monotone", "newton", "tolerance_of"]
-
-MAX_ITERATIONS = 60
+MAX_ITERATIONS = 40
 HALVINGS = 12
 GRID_PER_LOGIT = 16
 """Points of the search grid in the distance over which a logit changes by one: a fold is wider than that."""
@@ -51,8 +61,13 @@ def factors(w_q: Tensor, w_k: Tensor) -> Factors:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Largest residual that counts as solved, relative to one plus the size of the queries: 1e-10, 1e-5 in float32."""
+    """Largest residual that counts as solved, relative to one plus the size of the queries: 1e-10; 1e-5 in float32."""
     return 1e-10 if dtype == torch.float64 else 1e-5
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """Float64, in which Newton need not fight rounding; float32 on devices that have nothing wider."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 def attend(z: Tensor, keys: Tensor) -> Tensor:

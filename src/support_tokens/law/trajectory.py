@@ -8,6 +8,8 @@ and $\partial e/\partial x$ is block lower triangular, so that the backward pass
 position to the first. It is made of differentiable operations: gradients of any order exist.
 """
 
+__all__ = ["Solution", "embed", "next_embedding", "solve"]
+
 import math
 from dataclasses import dataclass
 
@@ -24,9 +26,8 @@ from support_tokens.law.solve import (
     is_monotone,
     newton,
     tolerance_of,
+    working_dtype,
 )
-
-__all__ = ["Solution", "embed", "next_embedding", "solve"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +93,10 @@ def next_embedding(
     count = torch.ones(rows, dtype=torch.long, device=noise.device)
     if past == 0:
         return noise, torch.zeros_like(count), torch.zeros_like(noise[:, 0]), count
-    tolerance = tolerance_of(noise.dtype) if tolerance is None else tolerance
+    given, wide = noise.dtype, working_dtype(noise)
+    noise, values, queries, keys = (tensor.to(wide) for tensor in (noise, values, queries, keys))
+    maps = Factors(*(matrix.to(wide) for matrix in maps))
+    tolerance = tolerance_of(wide) if tolerance is None else tolerance
     target = noise @ maps.to_query.T
     first = target + queries.mean(-2)
     start = target + (attend(first, keys).unsqueeze(-2) @ queries).squeeze(-2)
@@ -111,20 +115,33 @@ def next_embedding(
     elif past > 1:
         count.zero_()
     for row in (~converged).nonzero().squeeze(-1).tolist():
-        # Every past token as a start, and points between: near a fold the first start may lead nowhere.
-        mixed = torch.cat((queries[row], 0.5 * (queries[row] + queries[row].mean(0))))
-        repeat = lambda tensor, m=mixed, r=row: tensor[r].expand(len(m), *tensor.shape[1:])  # noqa: E731
-        again = newton(target[row] + mixed, repeat(queries), repeat(keys), repeat(target), tolerance)
-        if again.converged.any():
-            best = torch.where(again.converged, (again.z - start[row]).norm(dim=-1), math.inf).argmin()
-            z[row], residual[row], converged[row] = again.z[best], again.residual[best], True
+        again = _from_other_starts(start[row], queries[row], keys[row], target[row], tolerance)
+        if again is not None:
+            z[row], residual[row], converged[row] = *again, True
     if not converged.all():
         raise NumericalError(
             f"Newton must reach a relative residual of {tolerance:g} at every position, "
             f"reached {float(residual.max()):.1e} after {past} past positions; "
             "weaken the coupling (see certificate), or compute in float64."
         )
-    return noise + (attend(z, keys).unsqueeze(-2) @ values).squeeze(-2), roots.iterations, residual, count
+    x = noise + (attend(z, keys).unsqueeze(-2) @ values).squeeze(-2)
+    return x.to(given), roots.iterations, residual, count
+
+
+def _from_other_starts(
+    start: Tensor, queries: Tensor, keys: Tensor, target: Tensor, tolerance: float
+) -> tuple[Tensor, Tensor] | None:
+    """The solution nearest to `start` out of Newton from past tokens, the nearest eight first, or None."""
+    near = (target + queries - start).norm(dim=-1).argsort()
+    for tokens in (near[:8], near[8:]):
+        # A token and a point halfway to the centroid: near a fold the first start may lead nowhere.
+        mixed = torch.cat((queries[tokens], 0.5 * (queries[tokens] + queries.mean(0))))
+        repeat = lambda tensor, m=mixed: tensor.expand(len(m), *tensor.shape)  # noqa: E731
+        roots = newton(target + mixed, repeat(queries), repeat(keys), repeat(target), tolerance)
+        if roots.converged.any():
+            best = torch.where(roots.converged, (roots.z - start).norm(dim=-1), math.inf).argmin()
+            return roots.z[best], roots.residual[best]
+    return None
 
 
 @torch.no_grad()
@@ -140,7 +157,7 @@ def solve(
         w_q: `(R, D)`.
         w_k: `(R, D)`.
         past: Embeddings `(B, P, D)` that come before; None: none.
-        tolerance: Relative residual; None: 1e-10 in float64, 1e-5 in float32.
+        tolerance: Relative residual; None: 1e-10. The search runs in float64 whatever the dtype of the noise.
 
     Raises:
         NumericalError: No solution was found at some position.
@@ -151,6 +168,9 @@ def solve(
         (torch.Size([2, 5, 3]), torch.Size([2, 5]))
     """
     batch, length, width = noise.shape
+    given = noise.dtype
+    # Buffers in the dtype of the search: nothing is converted again at every position.
+    noise, w_q, w_k = (tensor.to(working_dtype(noise)) for tensor in (noise, w_q, w_k))
     maps = factors(w_q, w_k)
     before = 0 if past is None else past.shape[1]
     x = noise.new_empty(batch, before + length, width)
@@ -163,7 +183,7 @@ def solve(
         x[:, t], queries[:, t], keys[:, t] = found, found @ maps.to_query.T, found @ maps.to_key.T
         record.append(info)
     iterations, residual, count = (torch.stack(parts, dim=1) for parts in zip(*record, strict=True))
-    return Solution(x[:, before:].clone(), iterations, residual, count)
+    return Solution(x[:, before:].to(given, copy=True), iterations, residual, count)
 
 
 def embed(noise: Tensor, w_q: Tensor, w_k: Tensor) -> Tensor:
