@@ -86,8 +86,8 @@ def preimages(noise: Tensor, past: Tensor, maps: Factors, *, starts: int = 16) -
 
     Example:
         >>> past, one = torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1)
-        >>> preimages(torch.zeros(1, 1), past, Factors(one, one)).x.squeeze()
-        tensor([-1.99..., 0.0..., 1.99...])
+        >>> preimages(torch.full((1, 1), 0.1), past, Factors(one, one)).x.squeeze()
+        tensor([-1.8980, -0.0334,  2.0991])
     """
     given, wide = noise.dtype, working_dtype(noise)
     noise, past, maps = noise.to(wide), past.to(wide), Factors(*(matrix.to(wide) for matrix in maps))
