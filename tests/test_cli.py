@@ -48,7 +48,7 @@ def test_train_evaluate_and_report(monkeypatch, capsys, tmp_path, text) -> None:
     out = tmp_path / "comparison"
     assert run(monkeypatch, "evaluate", *folders, "--output", out, "--sequences", 4, "--sigma", 0.5) == 0
     printed = capsys.readouterr().out
-    assert "barrier (weight 0.05)" in printed
+    assert "barrier, weight 0.05" in printed
     assert str(out / "report.html") in printed
     made = json.loads((out / "report.json").read_text())
     assert made["schema_version"] == 1

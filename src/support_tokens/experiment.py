@@ -46,7 +46,7 @@ class TrainedRun:
     def label(self) -> str:
         """The arm with its options, the same for all seeds of it."""
         options = ", ".join(f"{key} {value:g}" for key, value in arm_config(self.arm).items() if key != "name")
-        return f"{self.arm.name} ({options})" if options else self.arm.name
+        return f"{self.arm.name}, {options}" if options else self.arm.name
 
 
 def open_run(folder: str | Path) -> TrainedRun:
@@ -116,6 +116,7 @@ def evaluate_runs(
         for label, of_arm in by_label.items()
     }
     config = {
+        "title": f"SmallGPT under embedding noise: {corpus.name}",
         "plan": {key: value for key, value in first.config["plan"].items() if key != "seed"},
         "trained_on": first.config["corpus"],
         "evaluated_on": corpus.identity(),

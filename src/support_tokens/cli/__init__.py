@@ -16,6 +16,8 @@ def main() -> None:
     except SupportTokensError as error:
         _end(str(error), 1)
     except ModuleNotFoundError as error:
+        if (error.name or "").startswith("support_tokens"):
+            raise  # a fault of this package, which no installation mends
         _end(f"the package {error.name} is not installed; run `pip install 'support-tokens[train]'`.", 1)
     except OSError as error:
         where = error.filename or "a file"
