@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from scipy import optimize, stats
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -225,20 +225,20 @@ def test_evidence_agrees_with_the_particles_library():
 # Tokens
 
 
-def test_categorical_emission_is_a_softmax_and_its_step_is_newton():
-    table = normal(5, 3)
+def test_categorical_emission_is_a_softmax_and_its_proposal_stands_at_the_most_probable_embedding():
+    table = 3 * normal(5, 3)
     emission, x = CategoricalEmission(table, temperature=0.5, bias=normal(5, seed=3)), normal(4, 3, seed=1)
     expected = torch.log_softmax(x @ table.T / 0.5 + normal(5, seed=3), -1)
     assert_close(emission.log_prob(x, 2), expected[:, 2])
-    location, scale = emission.posterior(x, torch.tensor(0.7).double(), 2)
-    assert scale == torch.tensor(0.7).double()
+    sigma = torch.tensor(0.7, dtype=torch.float64)
+    location, scale = emission.posterior(x, sigma, 2)
+    assert scale == sigma
     for row, found in zip(x, location, strict=True):
         objective = lambda z, row=row: (  # noqa: E731
             -(z - row).square().sum() / (2 * 0.7**2) + emission.log_prob(z[None], 2)[0]
         )
-        gradient = torch.autograd.functional.jacobian(objective, row)
-        hessian = torch.autograd.functional.hessian(objective, row)
-        assert_close(found, row - torch.linalg.solve(hessian, gradient), rtol=1e-6, atol=1e-7)
+        best = optimize.minimize(lambda z, f=objective: -f(torch.from_numpy(z)).item(), row.numpy(), tol=1e-12)
+        assert objective(found).item() > -best.fun - 0.02
 
 
 def test_token_evidence_of_one_position_agrees_with_quadrature():

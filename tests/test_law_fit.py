@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from support_tokens.errors import ArgumentError, NumericalError
-from support_tokens.law import EmbeddingPrior, fit, standard_errors
+from support_tokens.law import EmbeddingPrior, fit, keep_repulsive, standard_errors
 
 
 def law_of(coupling: Tensor, noise_scale: float) -> EmbeddingPrior:
@@ -92,6 +92,28 @@ def test_padding_does_not_enter_the_fit():
     assert found[0].bits_per_dimension == pytest.approx(found[1].bits_per_dimension, rel=1e-9)
     assert_close(priors[0].coupling, priors[1].coupling, rtol=1e-6, atol=1e-8)
     assert found[0].bits_per_dimension == pytest.approx(-found[0].log_likelihood / math.log(2) / x.numel())
+
+
+def test_restricted_law_is_a_density_whatever_training_does():
+    """Attractive data pull the free coupling past the boundary; the restricted one stays where it is certified."""
+    x = 2 * torch.randn(60, 8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).cumsum(1)
+    prior = keep_repulsive(EmbeddingPrior(2, generator=torch.Generator().manual_seed(0)).double())
+    before = prior.log_prob(x).sum().item()
+    found = fit(prior, x, iterations=40)
+    assert found.log_likelihood > before
+    assert found.certificate.every_past
+    symmetric = (prior.coupling + prior.coupling.T).detach()
+    assert float(torch.linalg.eigvalsh(symmetric)[-1]) <= 1e-12
+
+
+def test_restriction_cuts_off_the_attractive_part_and_no_more():
+    prior = law_of(torch.tensor([[-1.0, 0.5], [-0.5, 0.7]], dtype=torch.float64), 0.6)
+    keep_repulsive(prior)
+    assert_close(prior.coupling.detach(), torch.tensor([[-1.0, 0.5], [-0.5, -1e-3]], dtype=torch.float64))
+    with pytest.raises(ArgumentError, match="twice"):
+        keep_repulsive(prior)
+    with pytest.raises(ArgumentError, match="rank 1 and width 2"):
+        keep_repulsive(EmbeddingPrior(2, rank=1))
 
 
 def test_errors_away_from_a_maximum_and_infinite_data_are_refused():

@@ -226,6 +226,10 @@ def test_law_has_the_shapes_of_a_distribution():
     assert law.log_prob(x).shape == (4, 2)
     assert law.log_prob(x[0, 0]).shape == (2,)
     assert not law.sample((4,)).requires_grad
+    # What a plate of Pyro does: expand, and then count the batch as part of the event.
+    joint = Independent(law, 1)
+    assert (joint.batch_shape, joint.event_shape) == ((), (2, 5, 3))
+    assert_close(joint.log_prob(x), law.log_prob(x).sum(-1))
     assert repr(law)
     with pytest.raises(ArgumentError, match=r"\(5, 3\).*\(2, 4, 3\)"):
         law.log_prob(torch.zeros(2, 4, 3))

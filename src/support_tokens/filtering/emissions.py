@@ -10,6 +10,8 @@ from torch import Tensor
 
 from support_tokens.errors import ArgumentError
 
+NEWTON_STEPS, HALVINGS = 12, 8
+
 
 class Emission(Protocol):
     """Law of an observation given the embedding of its position."""
@@ -88,18 +90,36 @@ class CategoricalEmission:
         return self._log_probabilities(x)[:, int(observation)]
 
     def posterior(self, mean: Tensor, noise_scale: Tensor, observation: Tensor | int) -> tuple[Tensor, Tensor]:
-        r"""One Newton step from the mean, with the scale of the prior.
+        r"""The most probable embedding by damped Newton, with the scale of the prior.
 
-        The step is $\Lambda^{-1} \nabla \log p(y \mid x)$, with $\Lambda$ the precision of the prior plus the Fisher
-        information. The scale stays $\sigma$: a categorical likelihood is log-linear far away, where a narrower
-        proposal would be too light.
+        The log-density is concave. The scale stays $\sigma$: a categorical likelihood is log-linear far away, where a
+        narrower proposal would be too light.
         """
-        table = self.embeddings.to(mean)
-        probability = self._log_probabilities(mean).exp()
-        expected = probability @ table
-        score = table[int(observation)] - expected
-        second = torch.einsum("nv,vd,ve->nde", probability, table, table)
-        information = second - expected.unsqueeze(-1) * expected.unsqueeze(-2)
+        table, precision = self.embeddings.to(mean), noise_scale**-2
         identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
-        step = torch.linalg.solve(identity + noise_scale**2 * information, noise_scale**2 * score)
-        return mean + step, noise_scale
+        x = mean
+        log_probability = self._log_probabilities(x)
+        for _ in range(NEWTON_STEPS):
+            probability = log_probability.exp()
+            expected = probability @ table
+            gradient = table[int(observation)] - expected - precision * (x - mean)
+            # A location needs no more than a tenth of the scale it is drawn with.
+            if float(gradient.norm(dim=-1).max()) * float(noise_scale) < 0.1:
+                break
+            second = (probability.unsqueeze(-2) * table.T) @ table
+            information = second - expected.unsqueeze(-1) * expected.unsqueeze(-2)
+            step = torch.linalg.solve(precision * identity + information, gradient)
+            value = log_probability[:, int(observation)] - 0.5 * precision * (x - mean).square().sum(-1)
+            factor = torch.ones_like(value)
+            for _ in range(HALVINGS):
+                # Where a softmax is saturated the information says nothing and a whole step would overshoot.
+                moved = x + factor.unsqueeze(-1) * step
+                log_probability = self._log_probabilities(moved)
+                after = log_probability[:, int(observation)] - 0.5 * precision * (moved - mean).square().sum(-1)
+                worse = after < value
+                if not worse.any():
+                    break
+                factor = torch.where(worse, 0.5 * factor, factor)
+            x = torch.where(worse.unsqueeze(-1), x, moved)
+            log_probability = self._log_probabilities(x)
+        return x, noise_scale

@@ -20,6 +20,7 @@ __all__ = [
     "barrier_concentration",
     "coupling_spectrum",
     "fit",
+    "keep_repulsive",
     "standard_errors",
 ]
 
@@ -30,4 +31,5 @@ from support_tokens.law.distribution import EmbeddingLaw, NoiseToEmbeddings
 from support_tokens.law.fit import Fit, StandardErrors, fit, standard_errors
 from support_tokens.law.mass import Mass, Preimages
 from support_tokens.law.prior import EmbeddingPrior
+from support_tokens.law.repulsion import keep_repulsive
 from support_tokens.law.trajectory import Solution
