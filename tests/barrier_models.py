@@ -5,18 +5,28 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from naive import textbook_slogdet
-from support_tokens import attach_barrier
-from support_tokens.attach import BarrierHandle
+from support_tokens import BarrierHandle, CaptureError, attach_barrier
 
-__all__ = ["KINDS", "SOURCES", "VOCABULARY", "attached", "batch", "gradients", "language_model", "penalty_by_textbook"]
+__all__ = [
+    "KINDS",
+    "SOURCES",
+    "VOCABULARY",
+    "attached",
+    "batch",
+    "gradients",
+    "language_model",
+    "penalty_by_textbook",
+    "unless_refused",
+]
 
 KINDS = ("gpt2", "llama")
 SOURCES = ("prior", "model")
 VOCABULARY, WIDTH = 17, 8
+T = TypeVar("T")
 
 
 def language_model(kind: str = "gpt2", *, seed: int = 0, dtype: torch.dtype = torch.float64, **options) -> nn.Module:
-    """Two blocks of width 8 without dropout, in train mode, with weights large enough that attention is far from flat."""
+    """Two blocks of width 8 without dropout, in train mode, with weights so large that attention is far from flat."""
     sizes = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -64,3 +74,13 @@ def penalty_by_textbook(handle: BarrierHandle, x: Tensor, mask: Tensor | None = 
         _, log_abs_det = textbook_slogdet(x[row], law.w_q[None], law.w_k[None], padding=padding)
         values.append(log_abs_det if padding is None else log_abs_det[~padding])
     return -torch.cat(values).mean()
+
+
+def unless_refused(call: Callable[[], T], words: str) -> T | None:
+    """What `call` gives, or None where it is refused in these words: right or loud, and nothing in between."""
+    try:
+        return call()
+    except CaptureError as error:
+        refusal = str(error)
+    assert words in refusal, refusal
+    return None

@@ -95,11 +95,11 @@ class BarrierHandle:
     @property
     def step(self) -> int:
         """Steps the schedule has seen: penalties computed, unless set from outside (to optimiser steps, say)."""
-        return self._barrier.clock.step
+        return int(self._barrier.steps)
 
     @step.setter
     def step(self, value: int) -> None:
-        self._barrier.clock.step = value
+        self._barrier.steps = torch.tensor(int(value))
 
     def penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
         r"""Mean penalty of the last forward pass in train mode, a scalar with gradient, without $\lambda$.

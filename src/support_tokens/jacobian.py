@@ -15,8 +15,9 @@ by a scalar and a rank of one, so the products of weights with weights are forme
 
 __all__ = ["JacobianBlocks"]
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,20 @@ class _RightFactor:
     def after(self, rows_of: Tensor) -> Tensor:
         """W E_0 for weights `(..., D)`."""
         return rows_of if self.shared is None else rows_of @ self.shared
+
+
+class _computed_once:
+    """`functools.cached_property` without its lock, at which `torch.compile` breaks a graph."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        value = instance.__dict__[self.name] = self.function(instance)
+        return value
 
 
 class JacobianBlocks:
@@ -135,13 +150,13 @@ class JacobianBlocks:
         parts = self._masked(whole, rows).unflatten(-1, (heads, width)).unflatten(-3, (heads, width))
         return parts.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
 
-    @cached_property
+    @_computed_once
     def _queries_as_values(self) -> AttentionState:
         # Cov(x, k) W_Q has the non-zero spectrum of W_Q Cov(x, k) = Cov(W_Q x, k): the values become the queries of
         # all keys.
         return replace(self.state, value=self.state.query)
 
-    @cached_property
+    @_computed_once
     def _weights_dense(self) -> tuple[Tensor, Tensor, Tensor | None]:
         state = self.state
         factor = state.input_norm.shared_transposed if state.input_norm is not None else lambda w: w
@@ -151,7 +166,7 @@ class JacobianBlocks:
             values = factor(state.to_value.weight)
         return factor(state.to_query.weight), factor(state.to_key.weight), values
 
-    @cached_property
+    @_computed_once
     def _output_shared(self) -> tuple[Tensor, Tensor, Tensor]:
         """W_O as `(D, K)`, the same behind the shared part of the output norm, and both behind that of the input
         norm."""
@@ -161,7 +176,7 @@ class JacobianBlocks:
         both = normed if state.input_norm is None else state.input_norm.shared(normed)
         return output, normed, both
 
-    @cached_property
+    @_computed_once
     def _weights_reduced(self) -> tuple[Tensor, Tensor, Tensor]:
         both = self._output_shared[2]
         state = self.state

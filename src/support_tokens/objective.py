@@ -17,14 +17,6 @@ from support_tokens.margins import Margins
 from support_tokens.sources import SLOT, ModelSource, PassWatch, PriorSource
 
 
-class _Clock:
-    """Steps that a schedule has seen; an object of its own, since the compiler takes a number on a module for a
-    constant."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-
 class Barrier(nn.Module):
     r"""One barrier of a model: a source of margins, a penalty and its weight.
 
@@ -49,20 +41,21 @@ class Barrier(nn.Module):
         super().__init__()
         self.source = source
         self.weight, self.penalty, self.target_margin, self.positions = weight, penalty, target_margin, positions
-        self.clock = _Clock()
+        # A tensor on the host, and no buffer: to the compiler a number that changes at every step is a new program at
+        # every step, and one on the device would have to be waited for.
+        self.steps = torch.tensor(0)
         self.record: dict[str, Tensor] = {}
         self.generator = torch.Generator().manual_seed(seed)
 
     def present_weight(self) -> float | Tensor:
         """The weight at this step."""
         if isinstance(self.weight, MarginController):
-            return self.weight(self.clock.step)
+            return self.weight(0)
         return self._scheduled_weight() if callable(self.weight) else self.weight  # type: ignore[call-arg,return-value]
 
     @torch.compiler.disable
     def _scheduled_weight(self) -> Tensor:
-        # A tensor: to the compiler a number that changes at every step is a new program at every step.
-        return torch.as_tensor(self.weight(self.clock.step))  # type: ignore[operator]
+        return torch.as_tensor(self.weight(int(self.steps)))  # type: ignore[operator]
 
     def mean_penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
         """Mean penalty of the last forward pass, a scalar with gradient; recorded without host synchronisation, and the
@@ -91,7 +84,7 @@ class Barrier(nn.Module):
             share = (labels != -100).flatten(1).sum(-1).to(per_token) / _on(num_items, per_token.device)
         penalty = weighted_mean(per_token, margins.valid, share)
         self._note(margins, penalty)
-        self.clock.step += 1
+        self.steps = self.steps + 1
         self.source.forget()
         return penalty
 
@@ -178,7 +171,7 @@ class BarrierSlot(nn.Module):
         self.count(barrier)
 
     def _choose(self, decoder: nn.Module) -> bool:
-        if not self.training:
+        if not self.training or next(self.barriers(), None) is None:
             return False
         if getattr(decoder, "_is_replica", False):
             raise CaptureError(
@@ -208,7 +201,15 @@ class BarrierSlot(nn.Module):
     def loss(self, *args, **kwargs) -> Tensor:
         """Cross-entropy as before, plus the penalties in train mode."""
         cross_entropy = self.inherited(*args, **kwargs)
-        if not self.training or not self.watch.looking:
+        if not self.training:
+            return cross_entropy
+        if not self.watch.seen:
+            raise CaptureError(
+                "the barrier saw no forward pass before this loss; call the model as a whole, and where torch.compile "
+                "had compiled it before the barrier was attached, call torch.compiler.reset() after attaching."
+            )
+        self.watch.seen = False
+        if not self.watch.looking:
             return cross_entropy
         labels = kwargs.get("shift_labels")
         if labels is None:

@@ -55,6 +55,7 @@ class PassWatch:
         self.listeners: list[Listener] = []
         self.attention_mask: Tensor | None = None
         self.position_ids: Tensor | None = None
+        self.seen = False
         self.looking = False
         self._mask_kind = ""
         self._choose = choose
@@ -69,7 +70,7 @@ class PassWatch:
         ]
 
     def _before(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.looking = self._choose(decoder)
+        self.seen, self.looking = True, self._choose(decoder)
         for listener in self.listeners:
             listener.begin(self.looking)
         if not self.looking:
@@ -204,8 +205,9 @@ class PriorSource(nn.Module):
             )
         if not x.requires_grad:
             raise CaptureError(
-                "the embeddings that the barrier saw carry no gradient although they are trained: reentrant gradient "
-                "checkpointing drops it; set gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "the embeddings that entered the first block carry no gradient although the model trains its own, so "
+                "the barrier would move nothing of it; pass input_ids, or inputs_embeds with a gradient, and checkpoint "
+                "with activation_checkpointing_kwargs={'use_reentrant': False}."
             )
 
     def valid(self) -> Tensor:
