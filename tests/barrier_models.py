@@ -1,5 +1,8 @@
 """Tiny causal language models and batches for the tests of the barrier, and the barrier's value by the textbook."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

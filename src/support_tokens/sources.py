@@ -9,6 +9,7 @@ __all__ = ["SLOT", "ModelSource", "Observation", "PassWatch", "PriorSource"]
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -138,6 +139,7 @@ class PriorSource(nn.Module):
         self._site = (decoder, decoder_blocks(model))
         self._x: Tensor | None = None
         self._expecting = False
+        self._warned = False
 
     @property
     def waiting(self) -> bool:
@@ -203,11 +205,18 @@ class PriorSource(nn.Module):
                 "would move nothing of the model; use source='model', or train the embeddings and attach after "
                 "get_peft_model."
             )
+        if not self._warned and not self.law.w_q.requires_grad:
+            self._warned = True
+            warnings.warn(
+                "The law of the barrier is frozen, as get_peft_model does to what was there before, and its coupling "
+                "stays as it was drawn; attach the barrier after get_peft_model, unless this is meant.",
+                stacklevel=2,
+            )
         if not x.requires_grad:
             raise CaptureError(
                 "the embeddings that entered the first block carry no gradient although the model trains its own, so "
-                "the barrier would move nothing of it; pass input_ids, or inputs_embeds with a gradient, and checkpoint "
-                "with activation_checkpointing_kwargs={'use_reentrant': False}."
+                "the barrier would move nothing of it; pass input_ids, or inputs_embeds with a gradient, and "
+                "checkpoint with activation_checkpointing_kwargs={'use_reentrant': False}."
             )
 
     def valid(self) -> Tensor:
