@@ -37,8 +37,11 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     margin_records  log margins of arms as plain records
     measurement    what one model loses under perturbations
     robustness     arms x perturbations x seeds -> RobustnessReport
-    analysis       margins of a model's own attention on given tokens
     report         result JSON -> terminal, HTML, PNG; never a model
+    token_margins  margins of the tokens of texts as plain records
+    margin_changes  what changed between two records of margins
+    views          records of margins -> terminal, notebook, HTML, PNG, SVG; never a model
+    analysis       text -> MarginReport: the margins of a model's own attention
     experiment     runs from end to end: train, evaluate, report
     cli            the command line, one verb a function
     __main__       python -m support_tokens
@@ -53,6 +56,7 @@ __all__ = [
     "DataError",
     "EmbeddingPrior",
     "MarginController",
+    "MarginReport",
     "Margins",
     "NumericalWarning",
     "RobustnessReport",
@@ -62,6 +66,7 @@ __all__ = [
     "TrainingError",
     "UnsupportedModelError",
     "WarmupSchedule",
+    "analyze",
     "attach_barrier",
     "attached_barriers",
     "attention_margins",
@@ -95,7 +100,7 @@ from support_tokens.logdet import Slogdet, is_near_singular, safe_slogdet, sigma
 from support_tokens.margins import Margins, attention_margins, attention_slogdet
 
 if TYPE_CHECKING:
-    from support_tokens.analysis import model_margins
+    from support_tokens.analysis import MarginReport, analyze, model_margins
     from support_tokens.callbacks import BarrierCallback
     from support_tokens.capture import capture_attention
     from support_tokens.results import RobustnessReport
@@ -105,7 +110,9 @@ if TYPE_CHECKING:
 # What needs more than torch is read when it is first asked for.
 _LAZY = {
     "BarrierCallback": "callbacks",
+    "MarginReport": "analysis",
     "RobustnessReport": "results",
+    "analyze": "analysis",
     "capture_attention": "capture",
     "evaluate_robustness": "robustness",
     "model_margins": "analysis",

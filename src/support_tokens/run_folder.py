@@ -1,6 +1,15 @@
 """The folder of one run: made safely, written atomically, read with a check of its schema."""
 
-__all__ = ["SCHEMA_VERSION", "RunFolder", "read_json", "replace_folder", "versions", "write_json", "write_text"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "RunFolder",
+    "read_json",
+    "replace_folder",
+    "versions",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]
 
 import json
 import os
@@ -37,12 +46,25 @@ def write_text(path: str | Path, text: str) -> None:
     Raises:
         RunFolderError: The folder is missing or unwritable, or the disk is full; the old file is as it was.
     """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all.
+
+    Args:
+        path: File to write or to replace; its folder exists.
+        content: Its content.
+
+    Raises:
+        RunFolderError: The folder is missing or unwritable, or the disk is full; the old file is as it was.
+    """
     path = Path(path)
     temporary = None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes a file that its owner alone can read; a result is an ordinary file.

@@ -1,0 +1,216 @@
+r"""MarginReport: the record of an analysis with its views, and `analyze`, which makes one."""
+
+__all__ = ["MarginReport", "analyze"]
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from support_tokens import views
+from support_tokens.analysis.texts import Progress, analyze_texts
+from support_tokens.errors import ArgumentError, DataError, RunFolderError
+from support_tokens.margin_changes import MarginChanges, compare_records
+from support_tokens.run_folder import read_json, write_bytes, write_json, write_text
+from support_tokens.token_margins import LayerMargins, MarginRecord, TokenMargin, record_from_json, record_to_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class MarginReport:
+    """The margins of texts: a record, and what can be made of it without the model.
+
+    Args:
+        record: Plain figures, as the JSON holds them.
+    """
+
+    record: MarginRecord
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "MarginReport":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            RunFolderError: The file cannot be read, or is none of this kind and version.
+        """
+        payload = read_json(path)
+        try:
+            return cls(record_from_json(payload, whose=f"'{path}'"))
+        except ArgumentError as error:
+            raise RunFolderError(f"'{path}': {error}") from error
+
+    def select(self, layer: int | None = None, view: str | None = None, text: int = 0) -> LayerMargins:
+        """The tokens of one text under one layer and view; the first of the report where None."""
+        return self.record.select(layer, view, text)
+
+    def support_tokens(
+        self, k: int = 5, *, layer: int | None = None, view: str | None = None, text: int = 0
+    ) -> tuple[TokenMargin, ...]:
+        """The k tokens of smallest log margin, smallest first; fewer where the text has fewer that can be ranked.
+
+        Args:
+            k: At least 1.
+            layer: Which block's margins; None: the first of the report.
+            view: `noise` or `block`; None: the first of the report.
+            text: Index of the text.
+
+        Raises:
+            ArgumentError: k is below 1, or the report has no such layer, view or text.
+        """
+        return self.select(layer, view, text).support_tokens(k)
+
+    def compare(self, other: "MarginReport", *, k: int = 5) -> MarginChanges:
+        """What changed from this report to `other`: see `compare_records`."""
+        return compare_records(self.record, other.record, k=k)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One row a text, layer, view and token, with the name of the text; figures of heads as lists."""
+        import pandas as pd
+
+        rows = [
+            {"text": entry.text, "name": self.record.name_of(entry.text), "layer": entry.layer, "view": entry.view}
+            | asdict(token)
+            for entry in self.record.layers
+            for token in entry.tokens
+        ]
+        frame = pd.DataFrame(rows)
+        return frame.assign(per_head=frame["per_head"].map(lambda heads: None if heads is None else list(heads)))
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes the record, whole or not at all.
+
+        Raises:
+            RunFolderError: The file cannot be written.
+        """
+        record = record_to_json(self.record)
+        write_json(path, {key: value for key, value in record.items() if key != "schema_version"})
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Writes the table of `to_dataframe` as Parquet, whole or not at all; model and notes stand in its metadata.
+
+        Raises:
+            RunFolderError: The file cannot be written.
+        """
+        frame = self.to_dataframe()
+        frame.attrs = {"model": self.record.model, "notes": list(self.record.notes), "complete": self.record.complete}
+        file = io.BytesIO()
+        frame.to_parquet(file, engine="pyarrow", index=False)
+        write_bytes(path, file.getvalue())
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes one page with all views; it needs no network and loads nothing.
+
+        Raises:
+            RunFolderError: The file cannot be written.
+        """
+        write_text(path, views.margins_html(self.record))
+
+    def to_png(self, path: str | Path, **which: Any) -> None:
+        """Draws one layer, view and text (`layer`, `view`, `text`, `k`) as PNG."""
+        write_bytes(path, views.margins_png(self.record, **which))
+
+    def to_svg(self, path: str | Path, **which: Any) -> None:
+        """Draws one layer, view and text (`layer`, `view`, `text`, `k`) as SVG."""
+        write_text(path, views.margins_svg(self.record, **which))
+
+    def _repr_html_(self) -> str:
+        return views.margins_fragment(self.record)
+
+    def __rich__(self) -> Any:
+        return views.margins_renderable(self.record)
+
+    def __repr__(self) -> str:
+        record = self.record
+        count = sum(text.tokens for text in record.texts) or len(record.layers[0].tokens)
+        kinds = ", ".join(dict.fromkeys(f"layer {entry.layer} ({entry.view})" for entry in record.layers))
+        return f"MarginReport({record.model!r}, {count} tokens, {kinds})"
+
+
+def analyze(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str | Sequence[str] | Sequence[int] | Mapping[str, str | Sequence[int]],
+    layers: Sequence[int] = (0,),
+    view: str | Sequence[str] = "noise",
+    *,
+    window: int | None = None,
+    overlap: int | None = None,
+    batch_size: int = 4,
+    without: Sequence[str] = (),
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> MarginReport:
+    r"""Margins of every token of a text in a model's own attention: $J_t = I \mp \partial\mu_t/\partial x_t$, exact.
+
+    Args:
+        model: A causal language model of transformers whose family is supported.
+        tokenizer: Its tokenizer.
+        text: A text, token ids, several texts, or texts by name.
+        layers: Indices of blocks; negative ones count from the last.
+        view: `noise` ($I - D_t$), `block` ($I + D_t$), or both as a sequence.
+        window: Most tokens of one forward pass; None: the context of the model, 1024 at most. Longer texts are read by
+            several windows, which the record states.
+        overlap: Tokens a window repeats as context; None: a quarter of it.
+        batch_size: Windows of one forward pass; it changes no figure beyond rounding.
+        without: Figures to leave out, as `analyze_texts`.
+        name: What the report calls the model; None: its `name_or_path`, or its class.
+        progress: Called with the numbers of tokens done and of all tokens.
+
+    Returns:
+        The report; all its views are made from its record alone.
+
+    Raises:
+        ArgumentError: A layer does not exist, or an option is out of range.
+        DataError: A text is empty.
+        UnsupportedModelError: The attention of the model cannot be read exactly.
+        NumericalError: A figure is not finite.
+
+    Source:
+        arXiv:2602.22271; the Jacobian of real models in the theory of this package, section 2.
+
+    Example:
+        >>> from support_tokens.small_gpt import character_tokenizer, small_gpt
+        >>> tokenizer = character_tokenizer("abc ")
+        >>> model = small_gpt(tokenizer, layers=1, heads=2, width=8, context=8)
+        >>> report = analyze(model, tokenizer, "abba cab", name="tiny")
+        >>> report
+        MarginReport('tiny', 8 tokens, layer 0 (noise))
+        >>> len(report.support_tokens(2))
+        2
+        >>> list(report.to_dataframe())[4:9]
+        ['position', 'id', 'token', 'sign', 'log_abs_det']
+    """
+    record = analyze_texts(
+        model,
+        tokenizer,
+        _by_name(text),
+        layers,
+        (view,) if isinstance(view, str) else tuple(view),
+        window=window,
+        overlap=overlap,
+        batch_size=batch_size,
+        without=without,
+        name=name,
+        progress=progress,
+    )
+    return MarginReport(record)
+
+
+def _by_name(text: Any) -> Mapping[str, Any]:
+    if isinstance(text, Mapping):
+        return text
+    if isinstance(text, str):
+        return {"text": text}
+    given = text.tolist() if hasattr(text, "tolist") else list(text)
+    if not given:
+        raise DataError("there is no text to analyze; pass one text or more.")
+    if all(isinstance(item, int) for item in given):
+        return {"tokens": given}
+    if all(isinstance(item, str) for item in given):
+        return {f"text {place}": item for place, item in enumerate(given, start=1)}
+    return {f"tokens {place}": item for place, item in enumerate(given, start=1)}

@@ -1,0 +1,65 @@
+r"""Long texts by windows that overlap: each token is reported once, with at least `overlap` tokens before it."""
+
+__all__ = ["default_overlap", "model_window", "windows_of"]
+
+from typing import Any
+
+from torch import nn
+
+from support_tokens.errors import ArgumentError
+from support_tokens.token_margins import Window
+
+_LONGEST_DEFAULT = 1024
+
+
+def windows_of(length: int, window: int, overlap: int) -> tuple[Window, ...]:
+    """Windows over `length` tokens.
+
+    Args:
+        length: Tokens of the text, at least 1.
+        window: Most tokens of one window.
+        overlap: Tokens that a window repeats as context, fewer than `window`.
+
+    Raises:
+        ArgumentError: Sizes that do not fit.
+
+    Example:
+        >>> [(w.start, w.first, w.stop) for w in windows_of(10, window=6, overlap=2)]
+        [(0, 0, 6), (4, 6, 10)]
+    """
+    if window < 1:
+        raise ArgumentError(f"window must be at least 1 token, received {window}; leave it out for that of the model.")
+    if not 0 <= overlap < window:
+        raise ArgumentError(
+            f"overlap must be from 0 to {window - 1} for a window of {window} tokens, received {overlap}; lower it."
+        )
+    found = [Window(0, 0, min(window, length))]
+    while found[-1].stop < length:
+        first = found[-1].stop
+        start = first - overlap
+        found.append(Window(start, first, min(start + window, length)))
+    return tuple(found)
+
+
+def default_overlap(window: int) -> int:
+    """A quarter of the window."""
+    return window // 4
+
+
+def model_window(model: nn.Module, window: int | None) -> int:
+    """The window asked for, checked against the context of the model; None: that context, 1024 tokens at most.
+
+    Raises:
+        ArgumentError: The model has no positions for so many tokens.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    context = getattr(config, "max_position_embeddings", None)
+    if window is None:
+        return min(context or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
+    if context is not None and window > context:
+        raise ArgumentError(
+            f"window must be at most the context of {type(model).__name__}, {context} tokens, received {window}; "
+            "lower it: longer texts are read by several windows."
+        )
+    return window
