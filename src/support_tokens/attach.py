@@ -101,6 +101,11 @@ class BarrierHandle:
     def step(self, value: int) -> None:
         self._barrier.steps = torch.tensor(int(value))
 
+    @property
+    def counted(self) -> int:
+        """Penalties that entered a loss since the barrier was attached."""
+        return int(self._barrier.counted)
+
     def penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
         r"""Mean penalty of the last forward pass in train mode, a scalar with gradient, without $\lambda$.
 

@@ -39,12 +39,12 @@ class BarrierCallback(TrainerCallback):
 
     def __init__(self, handle: BarrierHandle) -> None:
         self.handle = handle
-        self._step_at_begin = 0
+        self._counted = 0
 
     def follow(self, trainer: Trainer) -> "BarrierCallback":
         """Stand first among the callbacks of `trainer`, and add the penalty to losses that it computes itself."""
         callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+        callbacks[:] = [self, *(c for c in callbacks if getattr(c, "handle", None) is not self.handle)]
         if not isinstance(trainer.compute_loss, _PenalisedLoss) or trainer.compute_loss.handle is not self.handle:
             trainer.compute_loss = _PenalisedLoss(trainer, self.handle)  # type: ignore[method-assign]
         return self
@@ -56,6 +56,8 @@ class BarrierCallback(TrainerCallback):
             RunFolderError: The checkpoint holds no law, or one of another barrier.
             ArgumentError: The optimizer does not train the law.
         """
+        if not self.handle.attached:
+            return
         self._check_optimizer(optimizer)
         self._begin_step(state)
         if state.global_step == 0:
@@ -101,7 +103,7 @@ class BarrierCallback(TrainerCallback):
         Raises:
             CaptureError: The step's losses did not hold the penalty.
         """
-        if self.handle.attached and self.handle.step == self._step_at_begin:
+        if self.handle.attached and self.handle.counted == self._counted:
             raise CaptureError(
                 f"step {state.global_step} was made without the penalty of the barrier, as its loss was computed "
                 "outside of the model; call BarrierCallback(handle).follow(trainer), or handle.remove()."
@@ -109,7 +111,7 @@ class BarrierCallback(TrainerCallback):
         self._begin_step(state)
 
     def _begin_step(self, state) -> None:
-        self.handle.step = self._step_at_begin = state.global_step
+        self.handle.step, self._counted = state.global_step, self.handle.counted
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         """Adds the figures of the last training step to a training log."""
@@ -123,6 +125,8 @@ class BarrierCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs) -> None:
         """Saves the law beside the checkpoint's model."""
+        if not self.handle.attached:
+            return
         # In every process: where parameters are sharded, all of them gather.
         tensors = {name: value.cpu().contiguous() for name, value in self.handle.state_dict().items()}
         if state.is_world_process_zero:

@@ -41,9 +41,9 @@ class Barrier(nn.Module):
         super().__init__()
         self.source = source
         self.weight, self.penalty, self.target_margin, self.positions = weight, penalty, target_margin, positions
-        # A tensor on the host, and no buffer: to the compiler a number that changes at every step is a new program at
+        # Tensors on the host, and no buffers: to the compiler a number that changes at every step is a new program at
         # every step, and one on the device would have to be waited for.
-        self.steps = torch.tensor(0)
+        self.steps, self.counted = torch.tensor(0), torch.tensor(0)
         self.record: dict[str, Tensor] = {}
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -84,7 +84,7 @@ class Barrier(nn.Module):
             share = (labels != -100).flatten(1).sum(-1).to(per_token) / _on(num_items, per_token.device)
         penalty = weighted_mean(per_token, margins.valid, share)
         self._note(margins, penalty)
-        self.steps = self.steps + 1
+        self.steps, self.counted = self.steps + 1, self.counted + 1
         self.source.forget()
         return penalty
 
