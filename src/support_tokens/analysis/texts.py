@@ -11,6 +11,7 @@ from torch import nn
 from support_tokens.analysis.figures import Measured, check_figures, measure_windows
 from support_tokens.analysis.tokens import TokenText, token_texts
 from support_tokens.analysis.windows import default_overlap, model_window, windows_of
+from support_tokens.capture import capture_attention
 from support_tokens.errors import ArgumentError, DataError
 from support_tokens.margins import view_sign
 from support_tokens.run_folder import versions
@@ -78,6 +79,8 @@ def analyze_texts(
         raise ArgumentError(f"batch_size must be at least 1, received {batch_size}; 1 is the slowest and smallest.")
     if not texts:
         raise DataError("there is no text to analyze; pass one text or more.")
+    with capture_attention(model, layers):
+        pass  # what is wrong with the layers or the model is said before any work
     window = model_window(model, window)
     overlap = default_overlap(window) if overlap is None else overlap
     ids = {label: _ids(model, tokenizer, label, text) for label, text in texts.items()}

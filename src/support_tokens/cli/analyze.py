@@ -3,6 +3,7 @@
 __all__ = ["analyze"]
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +96,10 @@ def analyze(
     for path in outputs:
         print(f"Wrote {path}")
     if not report.record.complete:
-        raise KeyboardInterrupt("interrupted; what was done is written, and the record says it is not complete.")
+        # Typer ends at a KeyboardInterrupt without a word, so the sentence is said here.
+        said = "what was done is written" if outputs else "what was done is shown above"
+        print(f"support-tokens: interrupted; {said}, and the record says that it is not complete.", file=sys.stderr)
+        raise typer.Exit(130)
 
 
 def _analyzed(model, gguf_file, texts, layers, view, window, overlap, batch_size, without, dtype, device):
@@ -227,6 +231,16 @@ def _progress() -> "Iterator[Progress]":
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("margins"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("margins", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True))
+
+    def update(done: int, total: int) -> None:
+        if not bar.tasks:  # the first call: what is wrong was said before it, in one sentence alone
+            bar.add_task("margins", total=total)
+            bar.start()
+        bar.update(bar.tasks[0].id, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if bar.tasks:
+            bar.stop()

@@ -425,7 +425,7 @@
   listen("layer", (value) => { state.layer = Number(value); });
   listen("view", (value) => { state.view = value; });
   listen("quantity", (value) => { state.quantity = value; });
-  listen("k", (value) => { state.k = Math.min(99, Math.max(1, Math.round(Number(value)) || data.k)); at("k").value = state.k; });
+  listen("k", (value) => { state.k = Math.min(99, Math.max(1, Math.round(Number(value) || 0))); at("k").value = state.k; });
   if (at("k")) at("k").value = state.k;
   at("controls").addEventListener("submit", (event) => event.preventDefault());
   const step = (by) => {
