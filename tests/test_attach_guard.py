@@ -318,3 +318,16 @@ def test_the_package_reads_no_compiler_and_no_model_library() -> None:
     code = "import sys, support_tokens; print([m for m in ('torch._dynamo', 'transformers') if m in sys.modules])"
     run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
+
+
+@both
+def test_training_in_eval_mode_is_told(source: str) -> None:
+    model, data = language_model().eval(), batch()
+    attached(model, source)
+    with pytest.warns(UserWarning, match=r"call model.train\(\)"):
+        model(**data).loss.backward()
+    model(**data).loss.backward()  # told once
+    other = language_model()
+    attached(other, source)
+    other(**data).loss.backward()
+    other.eval()(**data).loss.backward()  # an attack on a model that was trained with its barrier

@@ -74,6 +74,10 @@ class BarrierHandle:
     def _law(self) -> EmbeddingPrior | None:
         return getattr(self._barrier.source, "law", None)
 
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        return {} if self._law is None else {**dict(self._law.named_parameters()), **dict(self._law.named_buffers())}
+
     def parameters(self) -> list[nn.Parameter]:
         """What the barrier adds to the parameters that an optimiser must train: W_Q and W_K of the law, if any."""
         return [parameter for parameter in self._barrier.source.parameters() if parameter.requires_grad]
@@ -134,8 +138,7 @@ class BarrierHandle:
 
         Where parameters are sharded (FSDP), every process must call it.
         """
-        parameters = {} if self._law is None else dict(self._law.named_parameters())
-        law = {f"law.{name}": _whole(value) for name, value in parameters.items()}
+        law = {f"law.{name}": _whole(value) for name, value in self._tensors.items()}
         state = {**law, "positions.rng": self._barrier.generator.get_state(), "step": torch.tensor(self.step)}
         if isinstance(self.weight, MarginController):
             state["controller"] = self.weight(self.step).clone()
@@ -148,7 +151,7 @@ class BarrierHandle:
             ArgumentError: It is of a barrier of another kind or size.
         """
         law = {name.removeprefix("law."): value for name, value in state.items() if name.startswith("law.")}
-        own = {} if self._law is None else dict(self._law.named_parameters())
+        own = self._tensors
         sizes = [{name: tuple(value.shape) for name, value in law_.items()} for law_ in (own, law)]
         if sizes[0] != sizes[1] or ("controller" in state) != isinstance(self.weight, MarginController):
             raise ArgumentError(
@@ -156,8 +159,8 @@ class BarrierHandle:
                 f"with the entries {', '.join(state)}; attach the barrier with the options it was saved with."
             )
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(_alike(law[name], parameter))
+            for name, tensor in own.items():
+                tensor.copy_(_alike(law[name], tensor))
         self._barrier.generator.set_state(state["positions.rng"].cpu())
         self.step = int(state["step"])
         if isinstance(self.weight, MarginController):
@@ -255,7 +258,10 @@ def attach_barrier(
         width = causal_model.config.get_text_config(decoder=True).hidden_size
         generator = torch.Generator().manual_seed(seed)
         law = EmbeddingPrior(width, min(width, 32) if rank is None else rank, noise_scale, generator=generator)
-        law.log_noise_scale.requires_grad_(False)  # the penalty has no normaliser that would keep a learned one finite
+        # No parameter: the penalty has no normaliser that would keep a learned sigma finite, and FSDP shards no scalar.
+        sigma = law.log_noise_scale.detach()
+        del law.log_noise_scale
+        law.register_buffer("log_noise_scale", sigma)
         law.to(_execution_device(causal_model.get_input_embeddings()))
         chosen = PriorSource(causal_model, decoder, slot.watch, law)
     if not hasattr(causal_model, SLOT):

@@ -5,6 +5,7 @@ __all__ = ["Barrier", "BarrierSlot"]
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -145,6 +146,7 @@ class BarrierSlot(nn.Module):
         self._hook: RemovableHandle | None = None
         self._ticket: _Ticket | None = None
         self._waiting = False
+        self._told = False
 
     def install(self, model: nn.Module, decoder: nn.Module) -> None:
         """Take the place in the model: only now, so that a barrier that cannot be made leaves no trace."""
@@ -192,11 +194,22 @@ class BarrierSlot(nn.Module):
         return True
 
     def _after(self, _decoder: nn.Module, _args: tuple, output) -> None:
-        if self._ticket is None or not self.training or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not output[0].requires_grad:
             return
-        hidden = output[0]
-        if hidden.requires_grad:
-            hidden.register_hook(self._ticket.check)
+        if self.training and self._ticket is not None:
+            output[0].register_hook(self._ticket.check)
+        elif not self.training and not self._told and not any(int(barrier.counted) for barrier in self.barriers()):
+            output[0].register_hook(self._tell)
+
+    def _tell(self, _gradient: Tensor) -> None:
+        """Hook of what the decoder computed in eval mode, before the barrier ever acted."""
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "A loss was differentiated while the model is in eval mode, where its barrier adds nothing; call "
+                "model.train() to train with it (from_pretrained gives models in eval mode; Lightning leaves them so).",
+                stacklevel=2,
+            )
 
     def loss(self, *args, **kwargs) -> Tensor:
         """Cross-entropy as before, plus the penalties in train mode."""
