@@ -1,12 +1,13 @@
-r"""Held-out sequences read by one model under perturbations: nats of each sequence, scale of its embeddings."""
+r"""Held-out sequences read by one model under perturbations: nats and calibration of each, scale of embeddings."""
 
-__all__ = ["EvaluationData", "Measurement", "measure"]
+__all__ = ["CALIBRATION_BINS", "EvaluationData", "Measurement", "measure"]
 
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
-from support_tokens.perturb import Batch, Perturbation
+from support_tokens.perturb import Batch, Perturbation, Spelling, token_nats
+from support_tokens.perturb.contract import token_logits
 from support_tokens.perturbation_set import PerturbationSet, standard_perturbations
 from support_tokens.records import DataRecord
 from support_tokens.sites import hook_embeddings
+
+CALIBRATION_BINS = 15
+"""Bins of equal width that confidence is sorted into."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +34,7 @@ class EvaluationData:
         attention_mask: `(N, T)`, 1 at tokens and 0 at padding; None: no padding.
         characters: How many characters each token stands for: `(N, T)`, or one number for all (1 for a character
             tokenizer). None: unknown, and figures are bits per token.
+        spelling: Texts of the tokens, for typos; None: every token is one character.
 
     Raises:
         ArgumentError: Wrong shapes, a mask that is not a run of ones from the left, a sequence with nothing to predict.
@@ -42,6 +48,7 @@ class EvaluationData:
     input_ids: Tensor
     attention_mask: Tensor | None = None
     characters: Tensor | int | None = None
+    spelling: Spelling | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         ids = self.input_ids
@@ -108,8 +115,10 @@ class EvaluationData:
     def batches(self, size: int) -> Iterator[Batch]:
         """The sequences in order, `size` at a time."""
         labels = torch.where(self.mask.bool(), self.input_ids, -100)
+        units = self.mask * (1 if self.characters is None else self.characters)
         for indices in torch.arange(self.sequences).split(size):
-            yield Batch(indices, self.input_ids[indices], self.mask[indices], labels[indices])
+            ids, mask = self.input_ids[indices], self.mask[indices]
+            yield Batch(indices, ids, mask, labels[indices], units[indices], self.spelling)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +126,20 @@ class Measurement:
     r"""What one model did: nats of each sequence under each perturbation.
 
     Args:
-        nats: By name of the perturbation, `(N,)` float64: sum over predicted tokens of $-\log p$.
+        nats: By name of the perturbation, `(N,)` float64: sum over scored tokens of $-\log p$.
         embedding_rms: Root mean square of the clean embeddings entering the first block, over tokens and width.
+        units: By name, `(N,)` float64: characters (or tokens) that are scored; a name that is missing has those of the
+            clean data.
+        tokens: By name, `(N,)` float64: tokens that are scored; likewise.
+        gaps: By name, `(N, CALIBRATION_BINS)` float64: sums over the scored tokens of a bin of the probability of the
+            likeliest token minus 1 where it is right; a name that is missing was not calibrated.
     """
 
     nats: Mapping[str, NDArray[np.float64]] = field(repr=False)
     embedding_rms: float
+    units: Mapping[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    tokens: Mapping[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
+    gaps: Mapping[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
 
 
 def measure(
@@ -152,24 +169,26 @@ def measure(
     chosen = perturbations or standard_perturbations()
     if batch_size < 1:
         raise ArgumentError(f"The batch size of an evaluation must be at least 1, not {batch_size!r}.")
-    nats: dict[str, NDArray[np.float64]] = {}
+    found: dict[str, _Sums] = {}
     rms = math.nan
     with _evaluating(model):
         _check_vocabulary(model, data, whose)
         for perturbation in chosen.items:  # clean is first, so the scale is known to the others
             if perturbation.kind == "clean":
                 with _root_mean_square(model) as scale:
-                    nats[perturbation.name] = _nats(model, data, perturbation, rms, batch_size, progress, scale)
+                    sums = _sums(model, data, perturbation, rms, batch_size, progress, scale)
                 rms = scale.value
             else:
-                nats[perturbation.name] = _nats(model, data, perturbation, rms, batch_size, progress)
-            if not np.isfinite(nats[perturbation.name]).all():
-                where = int(np.flatnonzero(~np.isfinite(nats[perturbation.name]))[0])
+                sums = _sums(model, data, perturbation, rms, batch_size, progress)
+            if not np.isfinite(sums.nats).all():
+                where = int(np.flatnonzero(~np.isfinite(sums.nats))[0])
                 raise ArgumentError(
                     f"The loss of {whose} under '{perturbation.name}' must be finite, but is not on sequence {where}; "
                     "leave the model or the perturbation out, or evaluate in float32."
                 )
-    return Measurement(nats, rms)
+            found[perturbation.name] = sums
+    of = lambda what: {name: getattr(sums, what) for name, sums in found.items()}  # noqa: E731
+    return Measurement(of("nats"), rms, of("units"), of("tokens"), of("gaps"))
 
 
 @contextmanager
@@ -221,7 +240,16 @@ def _check_vocabulary(model: nn.Module, data: EvaluationData, whose: str) -> Non
         )
 
 
-def _nats(
+class _Sums(NamedTuple):
+    """Sums over the scored tokens of each sequence, as `Measurement` describes them."""
+
+    nats: NDArray[np.float64]
+    units: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    gaps: NDArray[np.float64]
+
+
+def _sums(
     model: nn.Module,
     data: EvaluationData,
     perturbation: Perturbation,
@@ -229,23 +257,33 @@ def _nats(
     batch_size: int,
     progress: Callable[[str], None] | None,
     scale: _Scale | None = None,
-) -> NDArray[np.float64]:
-    r"""`(N,)` sums of $-\log p$ over the scored tokens of each sequence, in float64."""
-    device = next(model.parameters()).device
-    padded = data.attention_mask is not None
-    sums = []
+) -> _Sums:
+    parts = []
     with perturbation.applied(model, rms) as read:
         for clean in data.batches(batch_size):
             batch = read(clean)  # outside of inference mode: a perturbation may need gradients
             if scale is not None:
                 scale.mask = batch.attention_mask
             with torch.inference_mode():
-                mask = {"attention_mask": batch.attention_mask.to(device)} if padded else {}
-                logits = model(input_ids=batch.input_ids.to(device), **mask).logits[:, :-1]
-                each = nn.functional.cross_entropy(
-                    logits.float().transpose(1, 2), batch.labels[:, 1:].to(device), reduction="none"
-                )  # 0 where the label is -100
-                sums.append(each.double().sum(-1).cpu())
+                logits = token_logits(model, batch, masked=data.attention_mask is not None)
+                nats = token_nats(logits, batch).double().sum(-1)
+                scored, units = batch.scored, batch.units
+                counted = scored.double() if units is None else (scored * units[:, 1:]).double()
+                each = (nats, counted.sum(-1), scored.double().sum(-1), _gaps(logits, batch))
+                parts.append([part.cpu().numpy() for part in each])
             if progress is not None:
                 progress(perturbation.name)
-    return torch.cat(sums).numpy()
+    return _Sums(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def _gaps(logits: Tensor, batch: Batch) -> Tensor:
+    """Confidence minus correctness, summed in bins of confidence, `(B, CALIBRATION_BINS)`."""
+    scored, labels = batch.scored.to(logits.device), batch.labels[:, 1:].to(logits.device)
+    log_confidence, chosen = (logits - logits.logsumexp(-1, keepdim=True)).max(-1)
+    confidence = log_confidence.double().exp()
+    # What is not finite is refused by its loss, in words.
+    places = (confidence.nan_to_num() * CALIBRATION_BINS).long().clamp(0, CALIBRATION_BINS - 1)
+    gaps = (confidence - (chosen == labels).double()).masked_fill(~scored, 0.0)
+    return torch.zeros(len(gaps), CALIBRATION_BINS, dtype=torch.float64, device=gaps.device).scatter_add_(
+        1, places, gaps
+    )

@@ -1,6 +1,6 @@
 r"""A frozen set of perturbations, described as JSON and known by its checksum."""
 
-__all__ = ["PerturbationSet", "standard_perturbations"]
+__all__ = ["FAMILIES", "PerturbationSet", "chosen_perturbations", "standard_perturbations"]
 
 import hashlib
 import json
@@ -9,9 +9,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from support_tokens.errors import ArgumentError
-from support_tokens.perturb import Clean, EmbeddingNoise, Perturbation
+from support_tokens.perturb import (
+    Clean,
+    EmbeddingNoise,
+    OtherText,
+    Perturbation,
+    TokenDrop,
+    Typos,
+    WeightRounding,
+    WorstCaseNoise,
+)
 
-_KINDS: dict[str, Callable[..., Perturbation]] = {Clean.kind: Clean, EmbeddingNoise.kind: EmbeddingNoise}
+_KINDS: dict[str, Callable[..., Perturbation]] = {
+    kind.kind: kind for kind in (Clean, EmbeddingNoise, WorstCaseNoise, Typos, TokenDrop, WeightRounding, OtherText)
+}
 _GENERATOR = "numpy PCG64, one stream a sequence, SeedSequence((seed, sequence)), float32 standard normal"
 
 
@@ -99,6 +110,57 @@ def standard_perturbations(sigmas: Sequence[float] = (0.1, 0.25, 0.5, 1.0), *, s
         >>> len(standard_perturbations().items)
         9
     """
-    scales: tuple[Literal["absolute", "matched"], ...] = ("absolute", "matched")
-    noise = [EmbeddingNoise(sigma, scale, seed) for scale in scales for sigma in sigmas]
-    return PerturbationSet((Clean(), *noise))
+    return chosen_perturbations(("noise",), sigmas, seed=seed)
+
+
+_SHARES = (0.01, 0.05, 0.1)
+_SCALES: tuple[Literal["absolute", "matched"], ...] = ("absolute", "matched")
+
+FAMILIES: dict[str, Callable[[Sequence[float], int], list[Perturbation]]] = {
+    "noise": lambda sigmas, seed: [EmbeddingNoise(s, scale, seed) for scale in _SCALES for s in sigmas],
+    "worst-case": lambda sigmas, seed: [
+        WorstCaseNoise(s, scale, steps) for scale in _SCALES for steps in (1, 5) for s in _small(sigmas)
+    ],
+    "typos": lambda sigmas, seed: [Typos(share, "mixed", seed) for share in _SHARES],
+    "typos-by-kind": lambda sigmas, seed: [
+        Typos(share, operation, seed) for operation in ("replace", "drop", "insert", "swap") for share in _SHARES
+    ],
+    "token-drop": lambda sigmas, seed: [TokenDrop(share, seed) for share in _SHARES],
+    "rounding": lambda sigmas, seed: [WeightRounding(bits) for bits in (8, 4)],
+}
+"""Groups of perturbations by name, made from the sigmas of the noise and a seed: what `evaluate --perturb` offers,
+besides text of other corpora. Worst-case noise is tried at a tenth of the sigmas, where it does what Gaussian noise of
+the whole sigma does."""
+
+
+def chosen_perturbations(
+    families: Sequence[str] = ("noise",),
+    sigmas: Sequence[float] = (0.1, 0.25, 0.5, 1.0),
+    *,
+    seed: int = 0,
+    others: Sequence[Perturbation] = (),
+) -> PerturbationSet:
+    r"""The set of the named families.
+
+    Args:
+        families: Names of `FAMILIES`.
+        sigmas: Standard deviations of the noise, used on both scales.
+        seed: Seed of everything that is drawn.
+        others: Further perturbations, such as `OtherText`.
+
+    Raises:
+        ArgumentError: An unknown family, or a value out of range.
+
+    Example:
+        >>> len(chosen_perturbations(("typos", "rounding")).items)
+        6
+    """
+    for family in families:
+        if family not in FAMILIES:
+            raise ArgumentError(f"Families of perturbations are {', '.join(FAMILIES)}, not {family!r}; choose of them.")
+    made = [perturbation for family in dict.fromkeys(families) for perturbation in FAMILIES[family](sigmas, seed)]
+    return PerturbationSet((Clean(), *made, *others))
+
+
+def _small(sigmas: Sequence[float]) -> list[float]:
+    return [round(sigma / 10, 12) for sigma in sigmas]

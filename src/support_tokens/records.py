@@ -12,6 +12,7 @@ __all__ = [
     "PerturbationRecord",
     "Result",
     "SentenceMargins",
+    "StructureFigures",
 ]
 
 from collections.abc import Mapping
@@ -69,7 +70,11 @@ class BootstrapRecord:
 
 @dataclass(frozen=True)
 class Result:
-    """An arm under a perturbation: `bits` a unit (mean over seeds) and its ratio to clean, `degradation`."""
+    """An arm under a perturbation: `bits` a unit (mean over seeds) and its ratio to clean, `degradation`.
+
+    `calibration` is the expected calibration error of the likeliest token, `calibration_by_seed` its parts; older
+    reports have none.
+    """
 
     arm: str
     perturbation: str
@@ -79,6 +84,8 @@ class Result:
     degradation_by_seed: tuple[float, ...]
     n_sequences: int
     n_tokens: int
+    calibration: Estimate | None = None
+    calibration_by_seed: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,32 @@ class Difference:
     of: str
     bits: Estimate
     degradation: Estimate
+    calibration: Estimate | None = None
+
+
+@dataclass(frozen=True)
+class StructureFigures:
+    r"""One arm's embeddings and the attention that reads them, a list over seeds each; see `support_tokens.structure`.
+
+    `setting` says on which embeddings: the arm's own, or scaled to the size of the baseline's.
+    """
+
+    arm: str
+    setting: str
+    layer: int
+    view: str
+    n_positions: int
+    embedding_rms: tuple[float, ...]
+    effective_rank: tuple[float, ...]
+    dispersion: tuple[float, ...]
+    signal_to_noise: tuple[float, ...]
+    log_margin_mean: tuple[float, ...]
+    log_margin_min: tuple[float, ...]
+    sigma_min_low: tuple[float, ...]
+    negative_share: tuple[float, ...]
+    attractive_share: tuple[float, ...]
+    coupling_levels: tuple[float, ...]
+    coupling_quantiles: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)

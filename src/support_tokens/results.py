@@ -23,6 +23,7 @@ from support_tokens.records import (
     PerturbationRecord,
     Result,
     SentenceMargins,
+    StructureFigures,
 )
 from support_tokens.run_folder import read_json, write_json
 from support_tokens.schema import decode, encode
@@ -50,6 +51,7 @@ class RobustnessReport:
         area_differences: Each arm against each arm that stands before it, for each family.
         margins: Histograms, where the caller had margins.
         sentence: Margins along a held-out text, where the caller had them.
+        structure: Figures of embeddings and attention, where the caller had them.
         config: The caller's plan.
         versions: Of the packages that made the figures.
 
@@ -75,6 +77,7 @@ class RobustnessReport:
     area_differences: tuple[Difference, ...]
     margins: tuple[MarginHistogram, ...] = ()
     sentence: SentenceMargins | None = None
+    structure: tuple[StructureFigures, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,6 +110,7 @@ class RobustnessReport:
                     f"{min(found ^ wanted)!r} is missing or too many; evaluate again."
                 )
         shown = [c.arm for h in self.margins for c in h.arms] + [t.arm for s in (self.sentence,) if s for t in s.arms]
+        shown += [figures.arm for figures in self.structure]
         if not set(shown) <= set(arms):
             raise ArgumentError(f"Margins in a robustness report must be of its arms, not of {set(shown) - set(arms)}.")
 
@@ -196,11 +200,16 @@ class RobustnessReport:
                 "n_seeds": len(self.seeds),
                 **_columns("bits", result.bits),
                 **_columns("degradation", result.degradation),
+                **_columns("calibration", result.calibration),
                 **_columns("bits_difference", difference and difference.bits),
                 **_columns("degradation_difference", difference and difference.degradation),
+                **_columns("calibration_difference", difference and difference.calibration),
             }
-            for seed, bits, ratio in zip(self.seeds, result.bits_by_seed, result.degradation_by_seed, strict=True):
-                yield {**place, "seed": seed, "n_seeds": 1, "bits": bits, "degradation": ratio}
+            for i, seed in enumerate(self.seeds):
+                row = {"bits": result.bits_by_seed[i], "degradation": result.degradation_by_seed[i]}
+                if result.calibration_by_seed:
+                    row["calibration"] = result.calibration_by_seed[i]
+                yield {**place, "seed": seed, "n_seeds": 1, **row}
 
     def to_dataframe(self) -> "pd.DataFrame":
         """`rows` as a pandas DataFrame."""
