@@ -194,12 +194,13 @@ class BarrierSlot(nn.Module):
         return True
 
     def _after(self, _decoder: nn.Module, _args: tuple, output) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not output[0].requires_grad:
-            return
-        if self.training and self._ticket is not None:
-            output[0].register_hook(self._ticket.check)
-        elif not self.training and not self._told and not any(int(barrier.counted) for barrier in self.barriers()):
-            output[0].register_hook(self._tell)
+        if self.training:
+            if self._ticket is not None and torch.is_grad_enabled() and output[0].requires_grad:
+                output[0].register_hook(self._ticket.check)
+        elif not self._told and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            unused = not any(int(barrier.counted) for barrier in self.barriers())
+            if unused and output[0].requires_grad:
+                output[0].register_hook(self._tell)
 
     def _tell(self, _gradient: Tensor) -> None:
         """Hook of what the decoder computed in eval mode, before the barrier ever acted."""
