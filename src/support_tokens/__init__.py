@@ -30,12 +30,13 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     training       the Trainer of transformers, set up for an experiment
     schema         frozen records <-> JSON of a known version
     intervals      paired BCa intervals over sequences and seeds
-    perturb        seeded perturbations of embeddings
+    perturb        seeded perturbations of embeddings, texts and weights
     perturbation_set   a frozen set of perturbations, known by its checksum
     records        the plain records that a robustness report is made of
     results        the robustness report as a frozen value
     margin_records  log margins of arms as plain records
     measurement    what one model loses under perturbations
+    structure      what embeddings and attention of one model look like
     robustness     arms x perturbations x seeds -> RobustnessReport
     report         result JSON -> terminal, HTML, PNG; never a model
     token_margins  margins of the tokens of texts as plain records
