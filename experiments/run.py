@@ -1,9 +1,9 @@
-"""Runs an experiment that a JSON file describes: trains what is missing, evaluates, and writes the report beside the file.
+"""Runs an experiment that a JSON file describes: trains what is missing, evaluates, writes the report beside the file.
 
     python experiments/run.py experiments/wikitext2/config.json
 
-The file gives `corpus`, `plan`, `arms`, `seeds` and, if the defaults do not fit, `sequences` and `sigmas`. Trained runs are kept
-in `runs/` and trained once; a run that was stopped goes on from its last checkpoint.
+The file gives `corpus`, `plan`, `arms`, `seeds` and, if the defaults do not fit, `sequences` and `sigmas`. Trained runs
+are kept in `runs/` and trained once; a run that was stopped goes on from its last checkpoint.
 """
 
 import argparse
