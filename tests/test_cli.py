@@ -9,8 +9,20 @@ import pytest
 
 from support_tokens.cli import main
 
-TINY = "--layers 1 --heads 2 --width 8 --context 16 --batch-size 4 --steps 4 --warmup 0.25 --log-every 2 --evaluate-every 4"
-TINY = f"{TINY} --evaluate-windows 2 --save-every 2".split()
+PLAN = {
+    "layers": 1,
+    "heads": 2,
+    "width": 8,
+    "context": 16,
+    "batch-size": 4,
+    "steps": 4,
+    "warmup": 0.25,
+    "log-every": 2,
+    "evaluate-every": 4,
+    "evaluate-windows": 2,
+    "save-every": 2,
+}
+TINY = [word for name, value in PLAN.items() for word in (f"--{name}", str(value))]
 TEXT = "In the beginning was the margin, and the margin was small. Every token stood near another. " * 60
 
 

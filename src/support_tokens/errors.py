@@ -42,7 +42,7 @@ class UnsupportedModelError(SupportTokensError):
 
 
 class NumericalError(SupportTokensError, ArithmeticError):
-    """A computation did not reach its stated accuracy: an iteration did not converge, or all weights of a sampler vanished."""
+    """A computation missed its stated accuracy: an iteration did not converge, or all weights of a sampler vanished."""
 
 
 class NumericalWarning(UserWarning):
