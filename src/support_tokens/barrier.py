@@ -1,6 +1,15 @@
 r"""Penalties of margins, schedules of their weight $\lambda$, and the controller that holds a target margin."""
 
-__all__ = ["PENALTIES", "MarginController", "WarmupSchedule", "per_token_penalty", "sample_positions", "weighted_mean"]
+__all__ = [
+    "PENALTIES",
+    "MarginController",
+    "WarmupSchedule",
+    "margin_penalty",
+    "per_token_penalty",
+    "sample_positions",
+    "token_weights",
+    "weighted_mean",
+]
 
 import math
 from collections.abc import Callable
@@ -13,6 +22,27 @@ from support_tokens.errors import ArgumentError
 from support_tokens.margins import Margins
 
 PENALTIES = ("log", "hinge", "map")
+
+
+def margin_penalty(penalty: str, target_margin: float = 0.0) -> Callable[[Tensor], Tensor]:
+    r"""The part of a penalty that depends on the log margin alone: $-m$, or $\max(0, m^* - m)$ for `hinge`.
+
+    Args:
+        penalty: `log`, `hinge` or `map`.
+        target_margin: $m^*$ in nats.
+
+    Raises:
+        ArgumentError: Unknown penalty.
+
+    Example:
+        >>> margin_penalty("hinge", 1.0)(torch.tensor([0.25, 2.0]))
+        tensor([0.7500, 0.0000])
+    """
+    if penalty not in PENALTIES:
+        raise ArgumentError(f"penalty must be one of {', '.join(PENALTIES)}, received {penalty!r}; choose one of them.")
+    if penalty == "hinge":
+        return lambda log_abs_det: (target_margin - log_abs_det).clamp_min(0.0)
+    return torch.neg
 
 
 def per_token_penalty(
@@ -47,17 +77,28 @@ def per_token_penalty(
         >>> per_token_penalty(attention_margins(x, w, w), "hinge", target_margin=0.1).min() >= 0
         tensor(True)
     """
-    if penalty == "log":
-        return -margins.log_abs_det
-    if penalty == "hinge":
-        return (target_margin - margins.log_abs_det).clamp_min(0.0)
-    if penalty == "map":
-        if squared_error is None:
-            raise ArgumentError(
-                "squared_error must be given for the penalty 'map', received None; pass |x - mu|^2 or use 'log'."
-            )
-        return squared_error / (2 * noise_scale**2) - margins.log_abs_det
-    raise ArgumentError(f"penalty must be one of {', '.join(PENALTIES)}, received {penalty!r}; choose one of them.")
+    value = margin_penalty(penalty, target_margin)(margins.log_abs_det)
+    if penalty != "map":
+        return value
+    if squared_error is None:
+        raise ArgumentError(
+            "squared_error must be given for the penalty 'map', received None; pass |x - mu|^2 or use 'log'."
+        )
+    return squared_error / (2 * noise_scale**2) + value
+
+
+def token_weights(valid: Tensor, sequence_weight: Tensor) -> Tensor:
+    r"""$w_b / n_b$ at the $n_b$ valid positions of sequence b and 0 elsewhere, `(B, n)`, as in `weighted_mean`.
+
+    Args:
+        valid: `(B, n)`.
+        sequence_weight: $w_b$, `(B,)`.
+
+    Example:
+        >>> token_weights(torch.tensor([[True, True, False]]), torch.ones(1))
+        tensor([[0.5000, 0.5000, 0.0000]])
+    """
+    return valid * (sequence_weight / valid.sum(-1).clamp_min(1)).unsqueeze(-1)
 
 
 def weighted_mean(per_token: Tensor, valid: Tensor, sequence_weight: Tensor) -> Tensor:
@@ -76,8 +117,7 @@ def weighted_mean(per_token: Tensor, valid: Tensor, sequence_weight: Tensor) -> 
         >>> weighted_mean(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]), torch.ones(1))
         tensor(2.)
     """
-    kept = per_token.masked_fill(~valid, 0.0)
-    return (sequence_weight * kept.sum(-1) / valid.sum(-1).clamp_min(1)).sum()
+    return (token_weights(valid, sequence_weight) * per_token.masked_fill(~valid, 0.0)).sum()
 
 
 def sample_positions(valid: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:

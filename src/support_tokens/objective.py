@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from support_tokens.barrier import MarginController, Weight, per_token_penalty, sample_positions, weighted_mean
+from support_tokens.attention import AttentionState
+from support_tokens.barrier import MarginController, Weight, margin_penalty, sample_positions, token_weights
 from support_tokens.errors import CaptureError
-from support_tokens.margins import Margins
+from support_tokens.fused import fused_penalty
+from support_tokens.margins import Margins, state_margins
 from support_tokens.sources import SLOT, ModelSource, PassWatch, PriorSource
 
 
@@ -69,22 +71,26 @@ class Barrier(nn.Module):
         Raises:
             CaptureError: There is no pass, or the penalty could move nothing.
         """
-        valid = self.source.valid()
-        positions = None if self.positions is None else self._draw(valid, self.positions)  # type: ignore[call-arg,arg-type]
-        margins, error = self.source.observe(positions, squared_error=self.penalty == "map")
-        scale = self.source.law.noise_scale.detach() if isinstance(self.source, PriorSource) else 1.0
-        per_token = per_token_penalty(
-            margins, self.penalty, target_margin=self.target_margin, squared_error=error, noise_scale=scale
-        )
+        states = self.source.states()
+        query = states[0].query
+        real = states[0].valid if states[0].valid is not None else torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)
+        positions = None if self.positions is None else self._draw(real, self.positions)  # type: ignore[call-arg,arg-type]
         if num_items is None or labels is None:
-            share = valid.sum(-1).to(per_token) / valid.sum().clamp_min(1)
+            share = real.sum(-1).to(query) / real.sum().clamp_min(1)
         else:
             # Under gradient accumulation the cross-entropy of a micro-batch is its sum over the items of the whole
             # batch; the penalty is split alike, each sequence weighing as much as its items, so that any split has the
             # same gradient.
-            share = (labels != -100).flatten(1).sum(-1).to(per_token) / _on(num_items, per_token.device)
-        penalty = weighted_mean(per_token, margins.valid, share)
-        self._note(margins, penalty)
+            share = (labels != -100).flatten(1).sum(-1).to(query) / _on(num_items, query.device)
+        valid = real if positions is None else real.gather(1, positions)
+        weight = token_weights(valid, share) / len(states)
+        function = margin_penalty(self.penalty, self.target_margin)
+        found = [_weighted_penalty(state, weight, function, self.source.view, positions) for state in states]
+        penalty = torch.stack([value.to(query.device) for value, _ in found]).sum()
+        if isinstance(self.source, PriorSource) and self.penalty == "map":
+            error = self.source.squared_error(states[0], positions)
+            penalty = penalty + (weight * error).sum() / (2 * self.source.law.noise_scale.detach() ** 2)
+        self._note([margins for _, margins in found], penalty)
         self.steps, self.counted = self.steps + 1, self.counted + 1
         self.source.forget()
         return penalty
@@ -94,14 +100,18 @@ class Barrier(nn.Module):
         return sample_positions(valid, count, self.generator)
 
     @torch.no_grad()
-    def _note(self, margins: Margins, penalty: Tensor) -> None:
-        count = margins.valid.sum().clamp_min(1)
-        mean = margins.log_abs_det.masked_fill(~margins.valid, 0.0).sum() / count
+    def _note(self, layers: list[Margins], penalty: Tensor) -> None:
+        def joined(of: Callable[[Margins], Tensor]) -> Tensor:
+            return torch.cat([of(margins).to(penalty.device) for margins in layers], dim=1)
+
+        valid, log_abs_det = joined(lambda m: m.valid), joined(lambda m: m.log_abs_det)
+        count = valid.sum().clamp_min(1)
+        mean = log_abs_det.masked_fill(~valid, 0.0).sum() / count
         self.record = {
             "penalty": penalty.detach(),
             "log_margin_mean": mean,
-            "log_margin_min": margins.log_abs_det.masked_fill(~margins.valid, math.inf).min(),
-            "negative_share": ((margins.sign < 0) & margins.valid).sum() / count,
+            "log_margin_min": log_abs_det.masked_fill(~valid, math.inf).min(),
+            "negative_share": ((joined(lambda m: m.sign) < 0) & valid).sum() / count,
         }
         if isinstance(self.weight, MarginController):
             self.weight.update(_mean_over_processes(mean))
@@ -274,6 +284,23 @@ class BarrierSlot(nn.Module):
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_ticket": None, "_waiting": False}
+
+
+def _weighted_penalty(
+    state: AttentionState,
+    weight: Tensor,
+    function: Callable[[Tensor], Tensor],
+    view: str,
+    positions: Tensor | None,
+) -> tuple[Tensor, Margins]:
+    """Sum of weights times penalties, with gradient, and the margins."""
+    weight = weight.to(state.query.device)
+    positions = None if positions is None else positions.to(state.query.device)
+    if torch.compiler.is_compiling():
+        # The compiler plans memory itself, and follows no backward pass inside of a forward pass.
+        margins = state_margins(state, view=view, positions=positions)
+        return (weight * function(margins.log_abs_det)).sum(), margins
+    return fused_penalty(state, weight, function, view=view, positions=positions)
 
 
 def _on(count: Tensor | int, device: torch.device) -> Tensor | int:

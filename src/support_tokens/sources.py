@@ -5,34 +5,27 @@ model, so that the optimiser sees its parameters and `deepcopy` and `to` reach i
 leaves the process.
 """
 
-__all__ = ["SLOT", "ModelSource", "Observation", "PassWatch", "PriorSource"]
+__all__ = ["SLOT", "ModelSource", "PassWatch", "PriorSource"]
 
 import copy
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from support_tokens.attention import AttentionState, take
-from support_tokens.errors import ArgumentError, CaptureError
+from support_tokens.errors import CaptureError
 from support_tokens.law import EmbeddingPrior
-from support_tokens.margins import Margins, state_margins
+from support_tokens.logdet import full_precision
 from support_tokens.moments import moments
 from support_tokens.sites import decoder_blocks, hook_embeddings, trains_before
 
 SLOT = "support_tokens"
 """Attribute of a causal language model under which its barriers sit."""
-
-
-class Observation(NamedTuple):
-    r"""Margins of one forward pass, with $|x_t - \mu_t|^2$ `(B, n)` where it was asked for."""
-
-    margins: Margins
-    squared_error: Tensor | None
 
 
 class Listener(Protocol):
@@ -130,6 +123,8 @@ class PriorSource(nn.Module):
         law: The law.
     """
 
+    view = "noise"
+
     def __init__(self, model: nn.Module, decoder: nn.Module, watch: PassWatch, law: EmbeddingPrior) -> None:
         super().__init__()
         self.law = law
@@ -162,8 +157,8 @@ class PriorSource(nn.Module):
         if self._expecting:
             self._expecting, self._x = False, x
 
-    def observe(self, positions: Tensor | None = None, *, squared_error: bool = False) -> Observation:
-        """Margins of the last forward pass, at all positions or at `positions` `(B, n)`.
+    def states(self) -> tuple[AttentionState, ...]:
+        """The attention of the law on the last forward pass.
 
         Raises:
             CaptureError: There was no such pass, or the penalty could move nothing of the model.
@@ -171,15 +166,14 @@ class PriorSource(nn.Module):
         x = self._embeddings()
         self._check_gradients(x)
         mask, segments = self._watch.padding_mask(x.shape[1]), self._watch.segments(x.shape[0])
-        margins = self.law.margins(x, mask, segments=segments, positions=positions)
-        return Observation(margins, self._squared_error(x, mask, segments, positions) if squared_error else None)
+        with full_precision(x):
+            return (self.law.state(x, mask, segments=segments),)
 
-    def _squared_error(
-        self, x: Tensor, mask: Tensor | None, segments: Tensor | None, positions: Tensor | None
-    ) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            state = self.law.state(x, mask, segments=segments)
-            rows = slice(0, x.shape[1]) if positions is None else positions
+    @staticmethod
+    def squared_error(state: AttentionState, positions: Tensor | None = None) -> Tensor:
+        r"""$|x_t - \mu_t|^2$ of a state of the law, `(B, n)`, at all positions or at `positions`; 0 at padding."""
+        rows = slice(0, state.length) if positions is None else positions
+        with full_precision(state.query):
             mean = moments(state, rows, covariance=False).mean[:, 0]
             return (take(state.value[:, 0], rows, 1) - mean).square().sum(-1)
 
@@ -218,12 +212,6 @@ class PriorSource(nn.Module):
                 "the barrier would move nothing of it; pass input_ids, or inputs_embeds with a gradient, and "
                 "checkpoint with activation_checkpointing_kwargs={'use_reentrant': False}."
             )
-
-    def valid(self) -> Tensor:
-        """True at real tokens of the last forward pass, `(B, T)`."""
-        x = self._embeddings()
-        mask = self._watch.padding_mask(x.shape[1])
-        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask != 0
 
     def forget(self) -> None:
         """Let go of the last forward pass."""
@@ -264,7 +252,7 @@ class ModelSource(nn.Module):
 
         self._capture = AttentionCapture(model, layers)
         self._watch = watch
-        self._view = view
+        self.view = view
         self._site = (decoder, decoder_blocks(model))
         self._states: tuple[AttentionState, ...] = ()
         self._expecting = False
@@ -289,28 +277,18 @@ class ModelSource(nn.Module):
         self._expecting = False
         self._capture.clear()
 
-    def observe(self, positions: Tensor | None = None, *, squared_error: bool = False) -> Observation:
-        """Margins of the last forward pass, `(B, layers * n)`, at all positions or at `positions` `(B, n)`.
+    def states(self) -> tuple[AttentionState, ...]:
+        """The attention of each layer in the last forward pass.
 
         Raises:
-            ArgumentError: The squared error is asked for.
             CaptureError: There was no such pass, or the penalty could move nothing of the model.
         """
-        if squared_error:
-            raise ArgumentError(
-                "the squared error of the penalty 'map' is known for source='prior' only, and source is 'model'; use "
-                "the penalty 'log' or 'hinge'."
-            )
-        self._check_gradients()
-        found = [state_margins(state, view=self._view, positions=positions) for state in self._seen()]
-        return Observation(found[0] if len(found) == 1 else _side_by_side(found), None)
-
-    def _seen(self) -> tuple[AttentionState, ...]:
         if not self._states:
             raise CaptureError(
                 "the barrier saw no attention of the model for this loss; call the model through its forward pass in "
                 "train mode, once for every loss, or remove the barrier."
             )
+        self._check_gradients()
         return self._states
 
     def _check_gradients(self) -> None:
@@ -323,13 +301,6 @@ class ModelSource(nn.Module):
                 f"no parameter is trained that shapes the attention of layer {last}, so its barrier would move "
                 "nothing; train its projections (LoRA on them will do), or choose a later layer."
             )
-
-    def valid(self) -> Tensor:
-        """True at real tokens of the last forward pass, `(B, T)`."""
-        state = self._seen()[0]
-        if state.valid is not None:
-            return state.valid
-        return torch.ones(state.batch, state.length, dtype=torch.bool, device=state.query.device)
 
     def forget(self) -> None:
         """Let go of the last forward pass."""
@@ -344,22 +315,6 @@ class ModelSource(nn.Module):
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_states": ()}
-
-
-def _side_by_side(found: list[Margins]) -> Margins:
-    """Margins of several layers as those of one sequence of more positions."""
-
-    def joined(of: Callable[[Margins], Tensor]) -> Tensor:
-        # Layers may be on several devices.
-        return torch.cat([of(margins).to(found[0].sign.device) for margins in found], dim=1)
-
-    return Margins(
-        sign=joined(lambda m: m.sign),
-        log_abs_det=joined(lambda m: m.log_abs_det),
-        valid=joined(lambda m: m.valid),
-        rankable=joined(lambda m: m.rankable),
-        _sigma_min=lambda: joined(lambda m: m.sigma_min),
-    )
 
 
 def _copy_without(original, memo: dict):

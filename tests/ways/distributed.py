@@ -4,6 +4,8 @@
 start, since most of its time goes into imports.
 """
 
+import gc
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -108,7 +110,11 @@ def main(arguments: list[str]) -> None:
             runpy.run_path(argument)
         else:
             compare(argument)
+    gc.collect()  # reducers of DDP hold threads that must be gone before their group is
+    dist.barrier()
     end()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's own threads sometimes abort an interpreter that takes itself down
 
 
 if __name__ == "__main__":
