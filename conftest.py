@@ -20,8 +20,15 @@ os.environ.update(
     COLUMNS="120",
 )
 
+from importlib.util import find_spec
+
 import pytest
 from hypothesis import settings
+
+# The page of the explorer is an extra: without gradio its modules cannot be read for doctests.
+collect_ignore = (
+    [] if find_spec("gradio") else [f"src/support_tokens/explorer/{name}.py" for name in ("page", "server")]
+)
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)

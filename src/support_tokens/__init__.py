@@ -43,6 +43,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     margin_changes  what changed between two records of margins
     views          records of margins -> terminal, notebook, HTML, PNG, SVG; never a model
     analysis       text -> MarginReport: the margins of a model's own attention
+    explorer       local web page over analysis (optional extra)
     experiment     runs from end to end: train, evaluate, report
     cli            the command line, one verb a function
     __main__       python -m support_tokens

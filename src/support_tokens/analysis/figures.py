@@ -2,7 +2,7 @@ r"""All figures of the tokens of one batch of windows, as lists of Python number
 
 __all__ = ["FIGURES", "Measured", "check_figures", "measure_windows"]
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,7 @@ def measure_windows(
     layers: Sequence[int],
     views: Sequence[str],
     figures: Sequence[str],
+    tick: Callable[[float], None] = lambda share: None,
 ) -> tuple[list[dict[tuple[int, str], Measured]], list[list[float | None] | None]]:
     """One forward pass over windows, padded on the right, and the figures of their new tokens.
 
@@ -61,6 +62,7 @@ def measure_windows(
         layers: Indices of blocks.
         views: `noise` and `block`, or one of them.
         figures: Those of `FIGURES` that are wanted.
+        tick: Called with the share of the work that is done, from 0 to 1.
 
     Returns:
         For each window its figures by layer and view, and its surprises.
@@ -97,21 +99,31 @@ def measure_windows(
         device=device,
     )
     found: list[dict[tuple[int, str], Measured]] = [{} for _ in windows]
-    for layer in sorted(states):
-        for view, parts in _of_state(states[layer], positions, views, figures, layer).items():
+    for done, layer in enumerate(sorted(states)):
+        parts_of = _of_state(
+            states[layer], positions, views, figures, layer, lambda share, done=done: tick((done + share) / len(states))
+        )
+        for view, parts in parts_of.items():
             for row, count in enumerate(counts):
                 found[row][layer, view] = _measured({name: part[row, :count] for name, part in parts.items()}, layer)
     return found, surprises
 
 
 def _of_state(
-    state: AttentionState, positions: Tensor, views: Sequence[str], figures: Sequence[str], layer: int
+    state: AttentionState,
+    positions: Tensor,
+    views: Sequence[str],
+    figures: Sequence[str],
+    layer: int,
+    tick: Callable[[float], None],
 ) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, list[Tensor]]] = {view: {} for view in views}
     with full_precision(state.query):
         blocks = JacobianBlocks(state)
         identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
-        for rows in _chunks(state, positions):
+        chunks = _chunks(state, positions)
+        for place, rows in enumerate(chunks):
+            tick(place / len(chunks))
             dense = blocks.dense(rows) if {"sigma_min", "gradient_share", "coupling_sign"} & set(figures) else None
             if dense is not None and not bool(dense.isfinite().all()):
                 raise _not_finite("the Jacobian", layer)
@@ -147,9 +159,9 @@ def _coupling_sign(dense: Tensor) -> Tensor:
     return torch.where(-low > high, low, high).sign()
 
 
-def _chunks(state: AttentionState, positions: Tensor) -> Iterator[Tensor]:
+def _chunks(state: AttentionState, positions: Tensor) -> Sequence[Tensor]:
     size = max(1, _CHUNK_BYTES // (state.batch * state.width**2 * state.query.element_size()))
-    yield from positions.split(size, dim=1)
+    return positions.split(size, dim=1)
 
 
 def _measured(parts: dict[str, Tensor], layer: int) -> Measured:

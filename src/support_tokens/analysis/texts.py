@@ -123,12 +123,17 @@ def _run(
     model.eval()
     try:
         for begin in range(0, len(jobs), batch_size):
-            if progress is not None:
-                progress(sum(own.stop - own.first for _, own in jobs[:begin]), total)
+            done = sum(own.stop - own.first for _, own in jobs[:begin])
             batch = jobs[begin : begin + batch_size]
             tokens = [ids[label][own.start : own.stop] for label, own in batch]
             windows = [own for _, own in batch]
-            finished += zip(*measure_windows(model, tokens, windows, layers, views, figures), strict=True)
+            new = sum(own.stop - own.first for own in windows)
+
+            def tick(share: float, done: int = done, new: int = new) -> None:
+                if progress is not None:
+                    progress(done + int(share * new), total)
+
+            finished += zip(*measure_windows(model, tokens, windows, layers, views, figures, tick), strict=True)
     except KeyboardInterrupt:
         if not finished:
             raise
@@ -141,9 +146,7 @@ def _run(
 
 def _ids(model: nn.Module, tokenizer: Any, label: str, text: str | Sequence[int]) -> list[int]:
     if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise DataError(
-            f"{label} holds half a surrogate pair, which is no character; read the text as UTF-8."
-        )
+        raise DataError(f"{label} holds half a surrogate pair, which is no character; read the text as UTF-8.")
     # A text longer than the model's context is not an error here: windows read it.
     ids = tokenizer(text, verbose=False)["input_ids"] if isinstance(text, str) else [int(token) for token in text]
     if not ids:

@@ -74,6 +74,6 @@ def _panel(record: MarginRecord, entry: LayerMargins, k: int, opened: bool) -> M
         "<th>sign</th></tr></thead><tbody>{}</tbody></table>"
     ).format(rows)
     named = f"{visible(record.name_of(entry.text))}, layer {entry.layer}, {entry.view} view"
-    return Markup("<details{}><summary>{}: darker is a smaller log margin, {} to {}</summary>{}{}</details>").format(
-        Markup(" open") if opened else "", escape(named), number(limits[0]), number(limits[1]), text, table
-    )
+    return Markup(
+        "<details{}><summary>{}: a stronger colour is a smaller log margin, {} to {}</summary>{}{}</details>"
+    ).format(Markup(" open") if opened else "", escape(named), number(limits[0]), number(limits[1]), text, table)

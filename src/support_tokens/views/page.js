@@ -75,7 +75,7 @@
     for (let i = 0; i < BANDS; i++) bands.append(make("i", { class: names + i }));
     const [left, right] = s.weak === "high" ? [s.low, s.high] : [s.high, s.low];
     const ends = make("span", {}, figure(q, left, s.weak === "diverging"), bands, figure(q, right, s.weak === "diverging"));
-    ends.setAttribute("title", `${q.label}: darker is ${s.weak === "high" ? "larger" : s.weak === "low" ? "smaller" : "further from zero"}`);
+    ends.setAttribute("title", `${q.label}: stronger is ${s.weak === "high" ? "larger" : s.weak === "low" ? "smaller" : "further from zero"}`);
     const sample = (classes, letters, words) => make("span", {}, make("span", { class: `t ${classes}` }, letters), words);
     box.replaceChildren(ends);
     const supports = sample("support", "a", margins ? "support token" : "support token after");
@@ -146,7 +146,7 @@
       return;
     }
     const row = rows()[i], list = make("dl");
-    const add = (name, value) => list.append(make("dt", {}, name), make("dd", {}, value));
+    const add = (name, value) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
     const sign = (value) => (value === null ? "–" : value < 0 ? "− negative" : value > 0 ? "+ positive" : "0 singular");
     const rank = ranking(p).indexOf(i);
     if (margins) {
@@ -227,8 +227,9 @@
     const became = places.filter((i) => p.rank[i] && !p.rankBefore[i]).sort((a, b) => p.rank[a] - p.rank[b]);
     const ceased = places.filter((i) => p.rankBefore[i] && !p.rank[i]).sort((a, b) => p.rankBefore[a] - p.rankBefore[b]);
     const moved = places.filter((i) => p.difference[i]).sort((a, b) => Math.abs(p.difference[b]) - Math.abs(p.difference[a])).slice(0, 5);
+    const flipped = places.filter((i) => p.signBefore[i] !== null && p.margin[i] !== null && p.signBefore[i] !== p.sign[i]).slice(0, 8);
     const box = make("div", { class: "columns" });
-    for (const [name, chosen] of [["Became a support token", became], ["Ceased to be one", ceased], ["Changed most", moved]])
+    for (const [name, chosen] of [["Became a support token", became], ["Ceased to be one", ceased], ["Changed most", moved], ["Changed the sign of the determinant", flipped]])
       box.append(chosen.length ? tableOf(name, heads, lines(chosen)) : make("p", { class: "hint" }, `${name}: none.`));
     at("ranking").replaceChildren(box);
   };
@@ -371,7 +372,7 @@
         pen.fillStyle = colour(p.layer === state.layer ? "--ink" : "--muted");
         pen.textAlign = "right";
         if (r % every === 0 || p.layer === state.layer) pen.fillText(String(p.layer), left - 8, (r + 0.5) * cell);
-        if (p.layer === state.layer) { pen.strokeStyle = colour("--ink"); pen.lineWidth = 1.5; pen.strokeRect(left - 1, r * cell - 0.75, width - left, cell + 0.5); }
+        if (p.layer === state.layer) { pen.strokeStyle = colour("--ink"); pen.lineWidth = 1.5; pen.strokeRect(left - 1, r * cell + 0.25, width - left, cell - 1.5); }
       });
       if (state.active !== null && state.active < count) { pen.strokeStyle = colour("--accent"); pen.lineWidth = 2; pen.strokeRect(left + state.active * step, 0, Math.max(step, 2), cell * mine.length); }
       pen.fillStyle = colour("--muted"); pen.textAlign = "center";
@@ -387,7 +388,7 @@
     canvas.addEventListener("click", (event) => { const found = where(event); if (found) { state.layer = found[1]; state.active = found[0]; at("layer").value = String(found[1]); show(); } });
     canvas.setAttribute("aria-label", `Log margins of ${mine.length} layers at ${count} positions; layer ${state.layer} is shown.`);
     at("map-says").textContent = margins
-      ? `Darker is a smaller log margin, ${number(s.high, 2)} to ${number(s.low, 2)} over all layers; a point marks a negative determinant. Click to go to a layer.`
+      ? `Stronger is a smaller log margin, ${number(s.high, 2)} to ${number(s.low, 2)} over all layers; a point marks a negative determinant. Click to go to a layer.`
       : `Orange: the margin shrank; blue: it grew, up to ${number(s.high, 2)} nats. Click to go to a layer.`;
     box.replaceChildren(canvas);
     paint(); redraws.push(paint);

@@ -1,0 +1,46 @@
+"""`support-tokens explore`: a local page on which texts are analyzed."""
+
+__all__ = ["explore"]
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from support_tokens.cli.verbs import app
+from support_tokens.errors import ArgumentError
+
+
+@app.command()
+def explore(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="A model as for analyze; may be repeated. Finished runs and fetched models if left out."),
+    ] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in the folder of the model.")] = None,
+    runs: Annotated[Path, typer.Option(help="Folder that is looked through for finished runs.")] = Path("runs"),
+    models: Annotated[Path, typer.Option(help="Folder that is looked through for GGUF files.")] = Path("models"),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but 127.0.0.1 lets others of the network in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.")] = 7860,
+    characters: Annotated[int, typer.Option(min=1, help="Longest text.")] = 2000,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Most layers at once.")] = 4,
+    per_minute: Annotated[int, typer.Option(min=1, help="Most texts of one visitor a minute.")] = 20,
+) -> None:
+    """Open a local page: type a text, choose model, layers and view, see and download its margins."""
+    from support_tokens.explorer import Explorer, Limits, ModelSource, find_models
+
+    if gguf_file is not None and len(model or ()) != 1:
+        raise ArgumentError(f"--gguf-file goes with one --model, received {len(model or ())}; name its folder.")
+    sources = [ModelSource(name, name, gguf_file) for name in model] if model else find_models(runs, models)
+    explorer = Explorer(sources, Limits(characters, tokens, layers, per_minute))
+    try:
+        from support_tokens.explorer.server import serve_explorer
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            f"explore needs the package {error.name}, not installed; run `pip install 'support-tokens[explore]'`."
+        ) from error
+
+    serve_explorer(explorer, host=host, port=port, ready=lambda address: print(f"Open {address} (Ctrl-C ends it)"))
