@@ -1,13 +1,24 @@
 """Plans and arms: each option documents itself, and each value that cannot be is refused by one sentence."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 import torch
 from transformers import set_seed
 
-from support_tokens.arms import ARMS, Arm, Attachment, EmbeddingNoise, arm_config, arm_from_config, parse_arm
+from support_tokens.arms import (
+    ARMS,
+    Arm,
+    Attachment,
+    Barrier,
+    EmbeddingNoise,
+    arm_config,
+    arm_from_config,
+    arm_label,
+    parse_arm,
+)
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.plan import PLANS, TrainingPlan, demo_plan, plan_from_config
 from support_tokens.small_gpt import character_tokenizer, small_gpt
@@ -93,12 +104,17 @@ def test_a_stored_plan_of_another_version_is_an_error_of_the_folder():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("dropout", "there is no arm 'dropout'; known arms are ce, barrier, noise"),
-        ("barrier:scale=1", "arm 'barrier' has no option 'scale'; its options are: weight"),
+        ("drop", "there is no arm 'drop'; known arms are ce, barrier, noise"),
+        ("barrier:scale=1", "arm 'barrier' has no option 'scale'; its options are: weight, penalty, source"),
         ("ce:weight=1", "its options are: none"),
         ("barrier:weight", "option 'weight' is not written NAME=NUMBER"),
         ("barrier:weight=-1", "weight must be a finite number of at least 0, received -1.0"),
         ("noise:scale=nan", "scale must be a finite number of at least 0, received nan"),
+        ("noise:unit=relative", "unit must be matched or absolute, received 'relative'"),
+        ("barrier:positions=2.5", "positions must be a whole number of at least 0, received 2.5"),
+        ("barrier:penalty=map,source=model", "the penalty map needs the law"),
+        ("barrier:target_margin=1", "target_margin goes with penalty=hinge, received penalty='log'"),
+        ("dropout:rate=1", "rate must be a finite number of at least 0 and at most 0.9, received 1.0"),
     ],
 )
 def test_an_arm_that_cannot_be_is_refused(text: str, says: str):
@@ -106,8 +122,16 @@ def test_an_arm_that_cannot_be_is_refused(text: str, says: str):
         parse_arm(text)
 
 
+def test_options_are_numbers_or_words():
+    assert parse_arm("barrier:weight=0.1,penalty=hinge,target_margin=0.5,source=model,positions=4") == Barrier(
+        0.1, "hinge", "model", 4, 0.5
+    )
+    assert arm_label(parse_arm("barrier:weight=0.1,penalty=hinge")) == "barrier, weight 0.1, penalty hinge"
+
+
 def test_arms_are_what_the_protocol_asks_for():
     for arm in (parse_arm(name) for name in ARMS):
         assert isinstance(arm, Arm)
-        assert arm_from_config(arm_config(arm)) == arm
+        assert arm_from_config(json.loads(json.dumps(arm_config(arm)))) == arm
+        assert arm_label(arm).startswith(arm.name)
     assert Attachment().callbacks == ()

@@ -252,7 +252,7 @@ def test_resume_asks_for_the_same_plan_text_and_arm(tmp_path: Path):
         run(tmp_path, At(3, kill))
     with pytest.raises(ArgumentError, match=r"another plan \(seed differ\)"):
         run(tmp_path, changed=plan(seed=5), resume=True)
-    with pytest.raises(ArgumentError, match=r"another arm \(name, scale differ\)"):
+    with pytest.raises(ArgumentError, match=r"another arm \(name, scale, unit differ\)"):
         run(tmp_path, EmbeddingNoise(), resume=True)
     other = dataclasses.replace(CORPUS, train=CORPUS.train + "more")
     with pytest.raises(ArgumentError, match="another corpus"):

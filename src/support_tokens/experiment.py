@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from torch import nn
 
 from support_tokens.analysis import model_margins
-from support_tokens.arms import Arm, arm_config, arm_from_config
+from support_tokens.arms import Arm, arm_config, arm_from_config, arm_label
 from support_tokens.corpora import Corpus, Windows, load_corpus
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
 from support_tokens.margin_records import ArmMargins, Trace
@@ -45,8 +45,7 @@ class TrainedRun:
     @property
     def label(self) -> str:
         """The arm with its options, the same for all seeds of it."""
-        options = ", ".join(f"{key} {value:g}" for key, value in arm_config(self.arm).items() if key != "name")
-        return f"{self.arm.name}, {options}" if options else self.arm.name
+        return arm_label(self.arm)
 
 
 def open_run(folder: str | Path) -> TrainedRun:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers import default_data_collator as collate
 
 from support_tokens.arms import Arm, arm_config
+from support_tokens.arms.contract import Penalty
 from support_tokens.corpora import Corpus, Windows
 from support_tokens.errors import ArgumentError, DataError, RunFolderError, TrainingError
 from support_tokens.plan import TrainingPlan
@@ -132,13 +134,14 @@ def train(
     with quiet_transformers(), _tensorboard_folder(run.path / "tensorboard"):
         trainer = _Trainer(
             model=model,
-            args=_arguments(plan, run, tensorboard=tensorboard),
+            args=_arguments(plan, run, tensorboard=tensorboard, **attachment.arguments),
             train_dataset=windows,
             eval_dataset=Windows(ids["validation"], plan.context, limit=plan.evaluate_windows),
             processing_class=tokenizer,
             data_collator=collate,
             callbacks=[*attachment.callbacks, MetricsWriter(run), stop, *([bar] if bar else []), CheckpointSeal()],
         )
+        trainer.penalty = attachment.penalty
         trainer.remove_callback(PrinterCallback)
         # Ahead of TensorBoard, which would otherwise write a row before the arm has added its figures to it.
         trainer.callback_handler.callbacks.sort(key=lambda callback: callback not in attachment.callbacks)
@@ -238,7 +241,23 @@ def read_result(folder: str | Path) -> TrainingResult:
 
 
 class _Trainer(Trainer):
-    """The Trainer, which stops before an update whose loss or gradient is not finite: the weights stay good."""
+    """The Trainer, which stops before an update whose loss or gradient is not finite: the weights stay good.
+
+    It adds the penalty of an arm, if there is one, to the loss.
+    """
+
+    penalty: Penalty | None = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.penalty is None or not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        penalty = self.penalty(model, inputs, outputs)
+        if num_items_in_batch is not None:
+            # The loss of a part of an accumulated batch is its sum over the items of the whole; so is the penalty's.
+            penalty = penalty * (inputs["labels"][:, 1:] != -100).sum() / num_items_in_batch
+        loss = loss + penalty
+        return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -297,7 +316,7 @@ def _folder(plan: TrainingPlan, corpus: Corpus, arm: Arm, path: Path, *, resume:
     return run
 
 
-def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool) -> TrainingArguments:
+def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool, **of_arm: Any) -> TrainingArguments:
     try:
         return TrainingArguments(
             output_dir=str(run.checkpoints),
@@ -325,6 +344,7 @@ def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool) -> Trai
             save_total_limit=2,
             disable_tqdm=True,
             report_to=["tensorboard"] if tensorboard else "none",
+            **of_arm,
         )
     except ValueError as error:
         raise ArgumentError(

@@ -1,0 +1,174 @@
+"""Arms with a log-barrier: the paper's, one whose weight is steered, and one that no change of scale can satisfy."""
+
+__all__ = ["Barrier", "HeldMargin", "InvariantBarrier"]
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from support_tokens.arms.contract import Attachment, option, require
+from support_tokens.attach import BarrierHandle, attach_barrier
+from support_tokens.attention import AttentionState, state_from_weights
+from support_tokens.barrier import MarginController, sample_positions
+from support_tokens.callbacks import BarrierCallback
+from support_tokens.errors import ArgumentError
+from support_tokens.logdet import full_precision
+from support_tokens.margins import state_margins
+from support_tokens.sites import hook_embeddings
+
+
+@dataclass(frozen=True)
+class Barrier:
+    r"""Cross-entropy plus a barrier: $L = CE + \lambda\, \mathrm{mean}_t\, p_t$, with $p_t = -\log|\det J_t|$ (`log`).
+
+    Under the source `prior` the law's own $W_Q, W_K$ learn with the model (theory, section 4).
+
+    Args:
+        weight: $\lambda$, nats per nat.
+        penalty: `log`, `hinge` or `map`; see `support_tokens.barrier.per_token_penalty`.
+        source: `prior`: the paper's law on the embeddings; `model`: the attention of block 0.
+        positions: Positions of each sequence that count in a step, drawn anew; 0: all.
+        target_margin: $m^*$ in nats, for `hinge`.
+
+    Raises:
+        ArgumentError: An option out of its bounds, or a target margin for a penalty that has none.
+    """
+
+    name: ClassVar[str] = "barrier"
+    summary: ClassVar[str] = "cross-entropy and log-barrier of the embedding law"
+
+    weight: float = option(0.02, "weight of the barrier in the loss")
+    penalty: str = option("log", "log, hinge or map", choices=("log", "hinge", "map"))
+    source: str = option("prior", "prior: the paper's law; model: attention of block 0", choices=("prior", "model"))
+    positions: int = option(0, "positions of a sequence that count in a step; 0: all")
+    target_margin: float = option(0.0, "log margin in nats below which the hinge acts")
+
+    def __post_init__(self):
+        require(self)
+        if self.penalty == "map" and self.source == "model":
+            raise ArgumentError("arm 'barrier': the penalty map needs the law, source=prior, received source='model'.")
+        if self.target_margin and self.penalty != "hinge":
+            raise ArgumentError(
+                f"arm 'barrier': target_margin goes with penalty=hinge, received penalty={self.penalty!r}; "
+                "leave one out."
+            )
+
+    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
+        """Registers the law in the model, if any, and adds the penalty to its loss in train mode."""
+        handle = attach_barrier(
+            model,
+            self.weight,
+            source=self.source,
+            penalty=self.penalty,
+            positions=self.positions or None,
+            target_margin=self.target_margin,
+            seed=seed,
+        )
+        return _attachment(handle)
+
+
+@dataclass(frozen=True)
+class HeldMargin:
+    r"""Log-barrier whose weight is steered so that the mean log margin stays at a target: dual ascent on
+    $\mathbb{E} \log|\det J_t| \ge m^*$.
+
+    Args:
+        target: $m^*$ in nats.
+        rate: Step of the dual ascent.
+        source: As in `Barrier`.
+    """
+
+    name: ClassVar[str] = "hold"
+    summary: ClassVar[str] = "cross-entropy and a barrier steered to a target margin"
+
+    target: float = option(1.0, "mean log margin to hold, in nats", least=-1e3)
+    rate: float = option(0.01, "step of the dual ascent, per optimiser step")
+    source: str = option("prior", "prior: the paper's law; model: attention of block 0", choices=("prior", "model"))
+
+    def __post_init__(self):
+        require(self)
+
+    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
+        """As `Barrier.attach`, with a controller in place of the weight."""
+        controller = MarginController(self.target, rate=self.rate)
+        return _attachment(attach_barrier(model, controller, source=self.source, seed=seed))
+
+
+@dataclass(frozen=True)
+class InvariantBarrier:
+    r"""A barrier that no change of scale can satisfy, on RMS-normalised embeddings with a fixed repulsive coupling.
+
+    $$ L = CE - \lambda\, \mathrm{mean}_t \log\det(I + c\, \Sigma_t), \qquad \hat x_t = x_t / \mathrm{rms}(x_t), $$
+
+    with $\Sigma_t$ the covariance of the past $\hat x_s$ under $\alpha_{ts} \propto \exp(-c\, \hat x_t^T \hat x_s)$:
+    the paper's law with the coupling $A = -c I$. The determinant is never below one, so the map never folds, and
+    $\mathrm{tr}\, \Sigma_t \le D$ bounds the gain, which growing embeddings do not change.
+
+    Args:
+        weight: $\lambda$.
+        coupling: $c$.
+        positions: Positions of each sequence that count in a step, drawn anew; 0: all.
+    """
+
+    name: ClassVar[str] = "invariant"
+    summary: ClassVar[str] = "cross-entropy and a barrier on embeddings of unit RMS"
+
+    weight: float = option(0.02, "weight of the barrier in the loss")
+    coupling: float = option(0.1, "strength c of the fixed repulsive coupling")
+    positions: int = option(32, "positions of a sequence that count in a step; 0: all")
+
+    def __post_init__(self):
+        require(self)
+
+    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
+        """Keeps the embeddings of each forward pass in train mode for the penalty."""
+        seen: list[Tensor] = []
+
+        def keep(x: Tensor) -> None:
+            if model.training and torch.is_grad_enabled():
+                seen[:] = [x]
+
+        def penalty(_model: nn.Module, inputs: Mapping[str, Tensor], _outputs: Any) -> Tensor:
+            x = seen.pop()
+            mask = inputs.get("attention_mask")
+            valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask.bool()
+            with full_precision(x):
+                state = repulsive_state(x.float(), self.coupling, valid)
+                drawn = sample_positions(valid, self.positions) if self.positions else None
+                margins = state_margins(state, positions=drawn)
+            kept = margins.valid
+            mean = margins.log_abs_det.masked_fill(~kept, 0.0).sum() / kept.sum().clamp_min(1)
+            return -self.weight * mean
+
+        return Attachment(hook_embeddings(model, keep).remove, penalty=penalty)
+
+
+def repulsive_state(x: Tensor, coupling: float, valid: Tensor) -> AttentionState:
+    r"""Attention of the law with coupling $-c I$ on embeddings of unit RMS at each position.
+
+    Args:
+        x: `(B, T, D)`, float32 or better.
+        coupling: $c$, at least 0.
+        valid: `(B, T)`, False at padding.
+
+    Example:
+        >>> state = repulsive_state(torch.randn(2, 5, 4), 0.1, torch.ones(2, 5, dtype=torch.bool))
+        >>> bool((state_margins(state).log_abs_det >= 0).all())
+        True
+    """
+    unit = x * x.square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+    identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).unsqueeze(0)
+    return state_from_weights(unit, -identity, identity, scale=coupling, key_padding_mask=~valid)
+
+
+def _attachment(handle: BarrierHandle) -> Attachment:
+    def save(folder: Path) -> None:
+        weights = {key: value.detach().cpu().contiguous() for key, value in handle.state_dict().items()}
+        save_file(weights, folder / "barrier.safetensors")
+
+    return Attachment(handle.remove, (BarrierCallback(handle),), save)

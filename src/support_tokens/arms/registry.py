@@ -1,0 +1,117 @@
+"""Every arm by name, and arms as words on the command line and as objects in `config.json`."""
+
+__all__ = ["ARMS", "arm_config", "arm_from_config", "arm_label", "parse_arm"]
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from support_tokens.arms.barriers import Barrier, HeldMargin, InvariantBarrier
+from support_tokens.arms.consistency import SMART, RDrop
+from support_tokens.arms.contract import Arm, CrossEntropy
+from support_tokens.arms.noises import EmbeddingDropout, EmbeddingNoise, LawNoise, NEFTune
+from support_tokens.arms.weights import EmbeddingDecay, EmbeddingScale, SigmaReparam, SpectralNorm
+from support_tokens.errors import ArgumentError
+
+ARMS: dict[str, type] = {
+    arm.name: arm
+    for arm in (
+        CrossEntropy,
+        Barrier,
+        EmbeddingNoise,
+        HeldMargin,
+        InvariantBarrier,
+        LawNoise,
+        NEFTune,
+        EmbeddingScale,
+        EmbeddingDropout,
+        EmbeddingDecay,
+        RDrop,
+        SMART,
+        SpectralNorm,
+        SigmaReparam,
+    )
+}
+"""Every arm by name."""
+
+
+def parse_arm(text: str) -> Arm:
+    r"""Reads an arm from the command line: `NAME` or `NAME:OPTION=VALUE,...`.
+
+    Args:
+        text: For example `barrier:weight=0.05`.
+
+    Returns:
+        The arm.
+
+    Raises:
+        ArgumentError: Unknown arm or option, or a value that is out of range or no number where one is required.
+
+    Example:
+        >>> parse_arm("noise:scale=0.1,unit=absolute")
+        EmbeddingNoise(scale=0.1, unit='absolute')
+    """
+    name, _, options = text.partition(":")
+    values: dict[str, Any] = {}
+    types = {field.name: field.type for field in dataclasses.fields(ARMS[name.strip()])} if name.strip() in ARMS else {}
+    for given in filter(None, options.split(",")):
+        key, separator, value = given.partition("=")
+        key, value = key.strip(), value.strip()
+        try:
+            values[key] = value if types.get(key) is str and separator else float(value)
+        except ValueError:
+            raise ArgumentError(
+                f"arm '{text}': option '{given}' is not written NAME=NUMBER; write for example barrier:weight=0.05."
+            ) from None
+        if types.get(key) is int and values[key] == int(values[key]):
+            values[key] = int(values[key])
+    return arm_from_config({"name": name.strip(), **values})
+
+
+def arm_from_config(config: Mapping) -> Arm:
+    """Makes an arm from what `config.json` holds: its name and its options.
+
+    Args:
+        config: `{"name": ..., option: value, ...}`.
+
+    Raises:
+        ArgumentError: Unknown arm or option, or a value out of range.
+
+    Example:
+        >>> arm_from_config({"name": "noise", "scale": 0.1})
+        EmbeddingNoise(scale=0.1, unit='matched')
+    """
+    options = {key: value for key, value in config.items() if key != "name"}
+    name = config.get("name")
+    if name not in ARMS:
+        raise ArgumentError(f"there is no arm '{name}'; known arms are {', '.join(ARMS)}.")
+    known = [f.name for f in dataclasses.fields(ARMS[name])]
+    for key in options:
+        if key not in known:
+            raise ArgumentError(f"arm '{name}' has no option '{key}'; its options are: {', '.join(known) or 'none'}.")
+    return ARMS[name](**options)
+
+
+def arm_config(arm: Arm) -> dict:
+    """What `config.json` records of an arm.
+
+    Example:
+        >>> arm_config(EmbeddingDropout(rate=0.05))
+        {'name': 'dropout', 'rate': 0.05}
+    """
+    return {"name": arm.name, **dataclasses.asdict(arm)}  # type: ignore[call-overload]
+
+
+def arm_label(arm: Arm) -> str:
+    """The arm with its first option, which is its strength, and with every other one that is not the default.
+
+    Example:
+        >>> arm_label(Barrier(weight=0.05)), arm_label(EmbeddingNoise(unit="absolute")), arm_label(CrossEntropy())
+        ('barrier, weight 0.05', 'noise, scale 0.2, unit absolute', 'ce')
+    """
+    options = {}
+    for place, field in enumerate(dataclasses.fields(arm)):  # type: ignore[arg-type]
+        value = getattr(arm, field.name)
+        if place == 0 or value != field.default:
+            options[field.name] = value if isinstance(value, str) else f"{value:g}"
+    return ", ".join([arm.name, *(f"{key} {value}" for key, value in options.items())])
