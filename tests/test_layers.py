@@ -12,7 +12,19 @@ PACKAGE = Path(__file__).parents[1] / "src" / "support_tokens"
 ROOT = PACKAGE.name
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
-MATHEMATICS = ["attention", "moments", "jacobian", "logdet", "margins", "barrier", "law"]
+MATHEMATICS = [
+    "attention",
+    "moments",
+    "inverse",
+    "logdet",
+    "assembly",
+    "jacobian",
+    "margins",
+    "fused",
+    "screen",
+    "barrier",
+    "law",
+]
 LONGEST = 400
 
 

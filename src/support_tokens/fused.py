@@ -8,21 +8,25 @@ keys, values and weights.
 
 __all__ = ["fused_penalty"]
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from support_tokens.assembly import block_penalty
 from support_tokens.attention import AttentionState, Rows
 from support_tokens.jacobian import JacobianBlocks
 from support_tokens.logdet import full_precision
-from support_tokens.margins import Margins, margins_at, margins_of, position_chunks, state_margins
+from support_tokens.margins import Margins, margins_of, state_margins, view_sign
 
-# Smaller than where no gradient is wanted: a chunk holds its matrices, their factors, inverses and gradients at once.
-_CHUNK_BYTES = 4 * 2**20
+# Bytes of a chunk's covariances, which autograd keeps for as long as the chunk lasts.
+_CHUNK_BYTES = 2 * 2**20
+# Large ones: this many positions, as long as they have no more bytes than that.
+_FEW, _MOST_BYTES = 64, 16 * 2**20
+# Fields whose first dimension is that of sequences, or 1 where all share them.
+_BY_SEQUENCE = {"query", "key", "value", "allowed", "valid", "direction", "inverse_scale", "cos", "sin"}
 
 
 def fused_penalty(
@@ -42,13 +46,11 @@ def fused_penalty(
         function: $f$, elementwise on a tensor of log margins.
         view: `noise` or `block`.
         positions: Indices `(B, n)`; None: all T.
-        chunk_size: Positions computed at once; None chooses by memory.
+        chunk_size: Positions of one sequence computed at once; None chooses by memory.
 
     Returns:
-        The sum, a scalar that is differentiable once, and the margins of the n positions, detached.
-
-    Raises:
-        RuntimeError: A second derivative is asked for; sum over `state_margins` where it is needed.
+        The sum, a differentiable scalar, and the margins of the n positions, detached. Second derivatives are exact;
+        whoever asks for them (`create_graph`) pays for the plain path as well.
 
     Example:
         >>> from support_tokens.attention import state_from_weights
@@ -78,42 +80,112 @@ class _Call:
     positions: Tensor | None
     chunk_size: int | None
 
-    def chunks(self) -> list[tuple[Rows, Tensor]]:
-        """Query positions of each chunk, with their weights."""
-        width = JacobianBlocks(self.state).reduced_width
-        chunks = position_chunks(self.state, self.positions, width, self.chunk_size, budget=_CHUNK_BYTES)
-        sizes = [rows.stop - rows.start if isinstance(rows, slice) else rows.shape[1] for rows in chunks]
-        return list(zip(chunks, self.weight.split(sizes, dim=1), strict=True))
+    def groups(self) -> Iterator[tuple[slice, list[Rows], list[Tensor]]]:
+        """Groups of whole sequences, each with chunks of its positions and their weights.
+
+        A group is as many sequences as fit into one chunk: the outer products of a sequence's keys are then formed once
+        for all of its positions.
+        """
+        batch, count = self.weight.shape
+        blocks = JacobianBlocks(self.state)
+        one = blocks.reduced_width * max(self.state.query.shape[-1], 1) * self.weight.element_size()
+        size = self.chunk_size or max(1, _CHUNK_BYTES // one, min(_FEW, _MOST_BYTES // one))
+        together = 1 if self.chunk_size else max(1, size // max(1, count))
+        bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
+        for first in range(0, batch, together):
+            group = slice(first, min(first + together, batch))
+            chosen = None if self.positions is None else self.positions[group]
+            rows = [slice(*b) if chosen is None else chosen[:, slice(*b)] for b in bounds]
+            yield group, rows, [self.weight[group, slice(*b)] for b in bounds]
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        by_sequence = _by_sequence(call.state)
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients: list[Tensor | None] = [None] * len(leaves)
         value, sign, log_abs_det = tensors[0].new_zeros(()), [], []
         with torch.enable_grad(), full_precision(tensors[0]):
             blocks = JacobianBlocks(_rebuilt(call.state, iter(leaves)))
             shared = blocks.cut()
-            for rows, weight in call.chunks():
-                found = margins_at(blocks, rows, call.view)
-                part = (weight * call.function(found.log_abs_det)).sum()
-                part.backward(inputs=[*wanted, *(leaf for _, leaf in shared)])
-                value += part.detach()
-                sign.append(found.sign)
-                log_abs_det.append(found.log_abs_det.detach())
+            common = [leaf for leaf, own in zip(leaves, by_sequence, strict=True) if leaf.requires_grad and not own]
+            for group, chunks, weights in call.groups():
+                parts = [
+                    leaf.detach()[group].requires_grad_(leaf.requires_grad) if own else leaf
+                    for leaf, own in zip(leaves, by_sequence, strict=True)
+                ]
+                wanted = [part for part, own in zip(parts, by_sequence, strict=True) if own and part.requires_grad]
+                inside = blocks.of(_rebuilt(call.state, iter(parts), group))
+                found = []
+                for rows, weight in zip(chunks, weights, strict=True):
+                    factors = inside.reduced_factors(rows)
+                    part = block_penalty(
+                        factors, view_sign(call.view), weight, call.function, chunk_size=call.chunk_size
+                    )
+                    pairs = [
+                        (f, g) for f, g in zip(factors, part.gradient, strict=True) if f is not None and f.requires_grad
+                    ]
+                    inputs = [*wanted, *common, *(leaf for _, leaf in shared)]
+                    torch.autograd.backward([f for f, _ in pairs], [g for _, g in pairs], inputs=inputs)
+                    value += part.value
+                    found.append((part.sign, part.log_abs_det))
+                sign.append(torch.cat([one for one, _ in found], dim=1))
+                log_abs_det.append(torch.cat([one for _, one in found], dim=1))
+                for index, own in enumerate(by_sequence):
+                    if own and (grad := parts[index].grad) is not None:
+                        whole = gradients[index]
+                        gradients[index] = whole = torch.zeros_like(leaves[index]) if whole is None else whole
+                        whole[group] = grad
             used = [(tensor, leaf.grad) for tensor, leaf in shared if leaf.grad is not None and tensor.requires_grad]
             if used:
-                torch.autograd.backward([t for t, _ in used], [g for _, g in used], inputs=wanted)
-        ctx.save_for_backward(*(leaf.grad for leaf in leaves))
-        outputs = value, torch.cat(sign, dim=1), torch.cat(log_abs_det, dim=1)
+                torch.autograd.backward([t for t, _ in used], [g for _, g in used], inputs=common)
+        for index, own in enumerate(by_sequence):
+            if not own:
+                gradients[index] = leaves[index].grad
+        ctx.call = call
+        ctx.save_for_backward(*gradients, *tensors)
+        outputs = value, torch.cat(sign), torch.cat(log_abs_det)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(None if grad is None else gradients[0] * grad for grad in ctx.saved_tensors)
+        kept = ctx.saved_tensors
+        known, tensors = kept[: len(kept) // 2], kept[len(kept) // 2 :]
+        if torch.is_grad_enabled():
+            known = _differentiable(ctx.call, tensors)
+        return None, *(None if grad is None else gradients[0] * grad for grad in known)
+
+
+def _differentiable(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients with a graph of their own, for second derivatives: through the plain path, all over again."""
+    # Aliases, so that one tensor's gradient does not hold what flows through another.
+    aliases = [tensor.view_as(tensor) for tensor in tensors]
+    state = _rebuilt(call.state, iter(aliases))
+    margins = state_margins(state, view=call.view, positions=call.positions, chunk_size=call.chunk_size)
+    value = (call.weight * call.function(margins.log_abs_det)).sum()
+    wanted = [alias for alias in aliases if alias.requires_grad]
+    found = iter(torch.autograd.grad(value, wanted, create_graph=True, allow_unused=True))
+    return [next(found) if alias.requires_grad else None for alias in aliases]
+
+
+def _leading(value: Any, batch: int, of: str = "") -> bool:
+    """Whether field `of` of a state, a projection, a norm or a rotation has one entry for each sequence."""
+    return of in _BY_SEQUENCE and value.shape[0] == batch
+
+
+def _by_sequence(state: AttentionState) -> list[bool]:
+    """For each of `_tensors(state)`, whether it has one entry for each sequence."""
+
+    def walk(value: Any, name: str) -> Iterator[bool]:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield _leading(value, state.batch, name)
+        elif is_dataclass(value):
+            for f in fields(value):
+                yield from walk(getattr(value, f.name), f.name)
+
+    return list(walk(state, ""))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -123,10 +195,15 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for f in fields(value) for t in _tensors(getattr(value, f.name))] if is_dataclass(value) else []
 
 
-def _rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same with other tensors in their places."""
+def _rebuilt(value: Any, tensors: Iterator[Tensor], group: slice | None = None, batch: int = 0, name: str = "") -> Any:
+    """The same with other floating tensors in their places, and only the sequences `group` of all others."""
+    if isinstance(value, AttentionState):
+        batch = value.batch
     if isinstance(value, Tensor):
-        return next(tensors) if value.is_floating_point() else value
+        if value.is_floating_point():
+            return next(tensors)
+        return value[group] if group is not None and _leading(value, batch, name) else value
     if not is_dataclass(value):
         return value
-    return replace(value, **{f.name: _rebuilt(getattr(value, f.name), tensors) for f in fields(value)})  # type: ignore[type-var]
+    inner = {f.name: _rebuilt(getattr(value, f.name), tensors, group, batch, f.name) for f in fields(value)}
+    return replace(value, **inner)  # type: ignore[type-var]

@@ -22,8 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support_tokens.assembly import Factors, assemble
 from support_tokens.attention import AttentionState, NormJacobian, Projection, Rows, take
-from support_tokens.moments import Moments, moments
+from support_tokens.moments import moments
+
+# What `JacobianBlocks` keeps of weights alone.
+_SHARED = ("_weights_dense", "_output_shared", "_weights_reduced")
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,18 @@ class JacobianBlocks:
         place."""
         self.prepare()
         pairs = []
-        for name in ("_weights_dense", "_output_shared", "_weights_reduced"):
+        for name in _SHARED:
             if name in self.__dict__:
                 leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.__dict__[name]]
                 pairs += zip(self.__dict__[name], leaves, strict=True)
                 self.__dict__[name] = tuple(leaves)
         return [pair for pair in pairs if pair[1].requires_grad]
+
+    def of(self, state: AttentionState) -> "JacobianBlocks":
+        """Blocks of some sequences of the same batch: `state` has the same weights, and what they share is kept."""
+        blocks = JacobianBlocks(state)
+        blocks.__dict__.update({name: self.__dict__[name] for name in _SHARED if name in self.__dict__})
+        return blocks
 
     @property
     def _uses_dense(self) -> bool:
@@ -117,27 +127,29 @@ class JacobianBlocks:
         r"""$D_t$ at positions `rows`, `(B, n, D, D)`; zero where the position is padding."""
         state = self.state
         norm = state.input_norm and state.input_norm.at(rows)
-        inner = self._head_rows(rows, moments(state, rows), _norm_factor(norm, state.width), self._weights_dense)
+        inner = assemble(self._head_factors(rows, _norm_factor(norm, state.width), self._weights_dense))
         if state.output is not None:
             inner = state.output.transpose(0, 1).flatten(1) @ inner
         if state.output_norm is not None:
             inner = _norm_from_left(state.output_norm.at(rows), inner)
-        return self._masked(inner, rows)
+        valid = take(state.valid, rows, 1)
+        return inner if valid is None else inner.masked_fill(~valid[..., None, None], 0.0)
 
     def reduced(self, rows: Rows) -> Tensor:
         r"""A matrix $M_t$, `(B, n, K, K)`, with $\det(I_K \mp M_t) = \det(I_D \mp D_t)$ and K = `reduced_width`."""
+        return assemble(self.reduced_factors(rows))
+
+    def reduced_factors(self, rows: Rows) -> Factors:
+        """The matrix of `reduced` as a sum of few products."""
         state = self.state
         if self._uses_dense:
-            return self.dense(rows)
+            return Factors(self.dense(rows).unsqueeze(1))
         if state.output is None:
-            covariance = moments(self._queries_as_values, rows).covariance
-            return self._masked(state.scale * covariance[:, 0], rows)  # type: ignore[index]
-        return self._masked(
-            self._head_rows(rows, moments(state, rows), self._output_factor(rows), self._weights_reduced), rows
-        )
+            return self._masked(Factors(moments(self._queries_as_values, rows).covariance), rows)  # type: ignore[arg-type]
+        return self._masked(self._head_factors(rows, self._output_factor(rows), self._weights_reduced), rows)
 
     def per_head(self, rows: Rows) -> Tensor:
-        r"""Matrices $M^h_t$, `(B, n, H, Rv, Rv)`, with $\det(I \mp M^h_t)$ the determinant that head h alone would give.
+        r"""Matrices $M^h_t$, `(B, n, H, Rv, Rv)`, with $\det(I \mp M^h_t)$ the determinant of head h alone.
 
         A diagnostic: heads add up before the determinant is taken, so these are no factors of it. Under identity values
         there is one head and the matrix is that of `reduced`.
@@ -145,16 +157,16 @@ class JacobianBlocks:
         state = self.state
         if state.output is None:
             return self.reduced(rows).unsqueeze(2)
-        whole = self._head_rows(rows, moments(state, rows), self._output_factor(rows), self._weights_reduced)
+        whole = assemble(self._masked(self._head_factors(rows, self._output_factor(rows), self._weights_reduced), rows))
         heads, width = state.heads, state.value.shape[-1]  # type: ignore[union-attr]
-        parts = self._masked(whole, rows).unflatten(-1, (heads, width)).unflatten(-3, (heads, width))
+        parts = whole.unflatten(-1, (heads, width)).unflatten(-3, (heads, width))
         return parts.diagonal(dim1=2, dim2=4).permute(0, 1, 4, 2, 3)
 
-    @_computed_once
+    @property
     def _queries_as_values(self) -> AttentionState:
-        # Cov(x, k) W_Q has the non-zero spectrum of W_Q Cov(x, k) = Cov(W_Q x, k): the values become the queries of
-        # all keys.
-        return replace(self.state, value=self.state.query)
+        # s Cov(x, k) W_Q has the non-zero spectrum of Cov(s W_Q x, k): the scaled queries of all keys become the
+        # values.
+        return replace(self.state, value=self.state.scale * self.state.query)
 
     @_computed_once
     def _weights_dense(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -207,36 +219,44 @@ class JacobianBlocks:
         stack = lambda parts: torch.stack(parts, dim=-1) if parts else None  # noqa: E731
         return _RightFactor(both, scalar, stack(left), stack(right))
 
-    def _head_rows(self, rows: Rows, m: Moments, factor: _RightFactor, weights: tuple) -> Tensor:
-        r"""$C_t E_t$ for all heads, `(B, n, H Rv, K)`; `weights` are $W_Q E_0$, $W_K E_0$, $W_V E_0$."""
-        state = self.state
+    def _head_factors(self, rows: Rows, factor: _RightFactor, weights: tuple) -> Factors:
+        r"""Factors of $C_t E_t$ for all heads; `weights` are $W_Q E_0$, $W_K E_0$, $W_V E_0$."""
+        state, m = self.state, moments(self.state, rows)
         query_e, key_e, value_e = weights
-        batch, heads, count, value_width = m.mean.shape
+        batch, heads, count, _ = m.mean.shape
         repeat = heads // state.key.shape[1]
-        by_query = state.scale * m.covariance  # type: ignore[operator]
-        out, by_weight = _through(by_query, state.to_query.at(rows), query_e, factor)
+        by_query, left, right = _through(state.scale * m.covariance, state.to_query.at(rows), query_e, factor)  # type: ignore[operator]
+        own = own_shared = None
         if not state.strict:
-            to_key = state.to_key.at(rows)
             query = take(state.query, rows, 2) * state.scale  # type: ignore[operator]
             if m.self_slope is not None:
                 query = query * m.self_slope.unsqueeze(-1)
             per_kv = query.reshape(batch, -1, repeat, count, query.shape[-1]).transpose(2, 3)  # (B, G, n, H/G, R)
-            by_key, key_weight = _through(per_kv, to_key, key_e, factor)
+            by_key, key_left, key_right = _through(per_kv, state.to_key.at(rows), key_e, factor)
             regroup = lambda t: t.transpose(2, 3).reshape(batch, heads, count, -1)  # noqa: E731
+            key_rows = torch.einsum("bgnmr,grk->bgnmk", by_key, key_e)
             offset = state.key.shape[2] - state.length
             own_value = take(state.value[:, :, offset:], rows, 2).repeat_interleave(repeat, dim=1)  # type: ignore[union-attr]
             deviation = m.self_weight.unsqueeze(-1) * (own_value - m.mean)  # type: ignore[union-attr]
-            out = out + deviation.unsqueeze(-1) * regroup(by_key).unsqueeze(-2)
-            own = m.self_weight[..., None, None]  # type: ignore[index]
-            out = out + own * value_e.repeat_interleave(repeat, dim=0)[None, :, None]
+            own, own_shared = m.self_weight, value_e.repeat_interleave(repeat, dim=0)
+            if key_left is not None:
+                key_rows = key_rows + key_left @ key_right.unsqueeze(1)  # type: ignore[union-attr]
+            # One column a head: the deviation of its own values, times what its query makes of the token's own key.
+            by_head = torch.diag_embed(deviation.movedim(1, -1)).movedim(-2, 1)  # (B, H, n, Rv, H)
+            left = _beside(left, by_head, -1)
+            right = _beside(right, regroup(key_rows).transpose(1, 2), -2)
             if factor.left is not None:
-                by_weight = by_weight + deviation.unsqueeze(-1) * regroup(key_weight).unsqueeze(-2)
                 value_weight = torch.einsum("grd,bndk->bgnrk", self._value_weight, factor.left)
-                by_weight = by_weight + own * value_weight.repeat_interleave(repeat, dim=1)
-        if factor.left is not None:
-            out = out + by_weight @ factor.right.transpose(-1, -2).unsqueeze(1)  # type: ignore[union-attr]
-        out = out.transpose(1, 2).reshape(batch, count, heads * value_width, -1)
-        return out if factor.scalar is None else out * factor.scalar.unsqueeze(-1)
+                columns = own[..., None, None] * value_weight.repeat_interleave(repeat, dim=1)  # type: ignore[index]
+                left = _beside(left, columns, -1)
+                right = _beside(right, factor.right.transpose(-1, -2), -2)  # type: ignore[union-attr]
+        if factor.scalar is not None:
+            scalar = factor.scalar.unsqueeze(1)  # (B, 1, n, 1)
+            by_query = by_query * scalar.unsqueeze(-1)
+            own = None if own is None else own * scalar.squeeze(-1)
+            left = None if left is None else left * scalar.unsqueeze(-1)
+        left = None if left is None else left.transpose(1, 2).flatten(2, 3)
+        return Factors(by_query, query_e, own, own_shared, left, right)
 
     @property
     def _value_weight(self) -> Tensor:
@@ -246,34 +266,52 @@ class JacobianBlocks:
             )
         return self.state.to_value.weight
 
-    def _masked(self, blocks: Tensor, rows: Rows) -> Tensor:
+    def _masked(self, factors: Factors, rows: Rows) -> Factors:
         valid = take(self.state.valid, rows, 1)
-        return blocks if valid is None else blocks.masked_fill(~valid[..., None, None], 0.0)
+        if valid is None:
+            return factors
+        rows_, shared, own, own_shared, left, right = factors
+        return Factors(
+            rows_.masked_fill(~valid[:, None, :, None, None], 0.0),
+            shared,
+            None if own is None else own.masked_fill(~valid[:, None], 0.0),
+            own_shared,
+            None if left is None else left.masked_fill(~valid[..., None, None], 0.0),
+            right,
+        )
 
 
-def _through(heads_rows: Tensor, to: Projection, shared: Tensor, factor: _RightFactor) -> tuple[Tensor, Tensor | None]:
-    r"""Row vectors `(B, H, n, m, R)` times $L_t W E_0$, `(B, H, n, m, K)`, and times $L_t W U_t$, `(B, H, n, m, r)`."""
+def _through(
+    heads_rows: Tensor, to: Projection, shared: Tensor, factor: _RightFactor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    r"""Row vectors z `(B, H, n, m, R)` with $z L_t W E_t = z' W E_0 + l\, r$ up to the scalar of $E_t$: z', l `(B, H,
+    n, m, r)` and r `(B, n, r, K)`."""
     weight = to.weight
     rows = heads_rows if to.rotation is None else to.rotation.transpose(heads_rows)
     pulled = None if factor.left is None else torch.einsum("hrd,bndk->bhnrk", weight, factor.left)
-    if to.norm is None:
-        return torch.einsum("bhnmr,hrk->bhnmk", rows, shared), None if pulled is None else rows @ pulled
+    last = None if factor.right is None else factor.right.transpose(-1, -2)
     norm = to.norm
+    if norm is None:
+        return rows, None if pulled is None else rows @ pulled, last
     heads, width = weight.shape[:2]
     if norm.per_head:
         direction = norm.direction.transpose(1, 2)  # (B, H, n, R)
         rows = norm.shared_transposed(rows) * norm.inverse_scale.transpose(1, 2).unsqueeze(-1)
         rows = rows - (rows @ direction.unsqueeze(-1)) * direction.unsqueeze(-2) / width
-        return torch.einsum("bhnmr,hrk->bhnmk", rows, shared), None if pulled is None else rows @ pulled
+        return rows, None if pulled is None else rows @ pulled, last
     # A norm over all heads at once ties them: its rank of one reads every head's projection.
     rows = rows * norm.gain.reshape(heads, 1, 1, width) * norm.inverse_scale[:, None, :, :, None]
     direction = norm.direction.unflatten(-1, (heads, width)).transpose(1, 2)  # (B, H, n, R)
     along = (rows @ direction.unsqueeze(-1)) / (heads * width)  # (B, H, n, m, 1)
-    direct = torch.einsum("bhnmr,hrk->bhnmk", rows, shared)
-    direct = direct - along * torch.einsum("bhnr,hrk->bnk", direction, shared)[:, None, :, None]
+    seen = torch.einsum("bhnr,hrk->bnk", direction, shared).unsqueeze(-2)
     if pulled is None:
-        return direct, None
-    return direct, rows @ pulled - along * torch.einsum("bhnr,bhnrk->bnk", direction, pulled)[:, None, :, None]
+        return rows, -along, seen
+    columns = rows @ pulled - along * torch.einsum("bhnr,bhnrk->bnk", direction, pulled)[:, None, :, None]
+    return rows, torch.cat((-along, columns), -1), torch.cat((seen, last), -2)  # type: ignore[arg-type]
+
+
+def _beside(first: Tensor | None, second: Tensor, dim: int) -> Tensor:
+    return second if first is None else torch.cat((first, second), dim)
 
 
 def _norm_factor(norm: NormJacobian | None, width: int) -> _RightFactor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
+from support_tokens.inverse import slogdet_and_inverse, slogdet_by_pivoting
 
 
 class Slogdet(NamedTuple):
@@ -31,8 +32,7 @@ def full_precision(tensor: Tensor):
 
 
 def safe_slogdet(matrix: Tensor) -> Slogdet:
-    r"""Sign and $\log|\det M|$ by one LU factorisation, which the backward pass reuses: $\partial \log|\det M| /
-    \partial M = M^{-T}$.
+    r"""Sign and $\log|\det M|$ by LU factorisation; the gradient is $\partial \log|\det M| / \partial M = M^{-T}$.
 
     Args:
         matrix: `(..., N, N)`; 16-bit input is taken to float32.
@@ -56,33 +56,25 @@ def safe_slogdet(matrix: Tensor) -> Slogdet:
 class _LUSlogdet(torch.autograd.Function):
     @staticmethod
     def forward(ctx, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        factors, pivots, _ = torch.linalg.lu_factor_ex(matrix)
-        diagonal = factors.diagonal(dim1=-2, dim2=-1)
-        tiny = torch.finfo(matrix.dtype).tiny
-        singular = (diagonal.abs() < tiny).any(-1)
-        swaps = (pivots != torch.arange(1, matrix.shape[-1] + 1, device=matrix.device, dtype=pivots.dtype)).sum(-1)
-        sign = diagonal.sign().prod(-1) * (1 - 2 * (swaps % 2)).to(matrix.dtype)
-        log_abs_det = diagonal.abs().clamp_min(tiny).log().sum(-1)
-        ctx.save_for_backward(matrix, factors, pivots, singular)
+        sign, log_abs_det, _, _ = slogdet_by_pivoting(matrix)
+        ctx.save_for_backward(matrix)
         ctx.mark_non_differentiable(sign)
-        return sign.masked_fill(singular, 0.0), log_abs_det
+        return sign, log_abs_det
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None) -> Tensor | None:
         grad = gradients[1]
         if grad is None:
             return None
-        matrix, factors, pivots, singular = ctx.saved_tensors
-        mask = singular[..., None, None]
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        (matrix,) = ctx.saved_tensors
+        sign, _, inverse = slogdet_and_inverse(matrix.detach())
         if torch.is_grad_enabled():
             # A graph of the gradient is wanted (second order): the inverse must itself be differentiable.
-            inverse = torch.linalg.inv(torch.where(mask, identity, matrix)).mT
-        else:
-            # Singular factors would give inf, and inf * 0 is NaN: they are replaced before the solve, not masked after.
-            safe = torch.where(mask, identity, factors)
-            inverse = torch.linalg.lu_solve(safe, pivots, identity.expand_as(matrix).contiguous(), adjoint=True)
-        return torch.where(mask, torch.zeros_like(matrix), grad[..., None, None] * inverse)
+            singular = (sign == 0)[..., None, None]
+            identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+            inverse = torch.linalg.inv(torch.where(singular, identity, matrix))
+            inverse = torch.where(singular, torch.zeros_like(matrix), inverse)
+        return grad[..., None, None] * inverse.mT
 
 
 def sigma_min(matrix: Tensor) -> Tensor:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from support_tokens.assembly import block_slogdet
 from support_tokens.attention import AttentionState, Rows, state_from_weights, take
 from support_tokens.errors import ArgumentError
 from support_tokens.jacobian import JacobianBlocks
-from support_tokens.logdet import Slogdet, full_precision, safe_slogdet, sigma_min
+from support_tokens.logdet import Slogdet, full_precision, sigma_min
 
 # Bytes of one chunk's matrices. Large enough that the matrix products are efficient, small beside any model's
 # activations.
@@ -204,8 +205,7 @@ def state_margins(
 def margins_at(blocks: JacobianBlocks, rows: Rows, view: str) -> Slogdet:
     """Sign and log margin of one chunk of positions, `(B, n)`, by the smaller of the matrices that have its
     determinant."""
-    identity = torch.eye(blocks.reduced_width, dtype=blocks.state.query.dtype, device=blocks.state.query.device)
-    return safe_slogdet(identity + view_sign(view) * blocks.reduced(rows))
+    return block_slogdet(blocks.reduced_factors(rows), view_sign(view))
 
 
 def margins_of(

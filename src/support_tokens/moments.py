@@ -8,6 +8,8 @@ with $\phi'$ the slope of the logit soft-cap (1 without one). Memory is that of 
 
 __all__ = ["Moments", "moments"]
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,12 @@ from support_tokens.attention import AttentionState, Rows, take
 # Bytes of the outer products of one block of keys: inside of a processor's cache, and large enough for an efficient
 # product.
 _BLOCK_BYTES = 4 * 2**20
+# Keys in a block at most where rows before it are left out: the smaller a block, the less it holds of what is 0.
+_CAUSAL_KEYS = 64
+
+
+Reach = Sequence[int] | None
+"""The last key that each row, and any row before it, may look at, in order of rows; None: not known on the host."""
 
 
 class Moments(NamedTuple):
@@ -87,11 +95,16 @@ def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Mo
     if covariance:
         tilted = weights if slope is None else weights * slope
         stacked_weights = tilted.reshape(batch, groups, heads // groups, count, keys)
-        start = rows.start + offset if isinstance(rows, slice) else None
-        second = _SecondMoment.apply(stacked_weights, centred_value, centred_key, start)
-        second = second.reshape(batch, heads, count, value.shape[-1], key.shape[-1])
-        tilted_key = (by_group(tilted) @ centred_key).reshape(batch, heads, count, -1)
-        joint = second - centred_mean.unsqueeze(-1) * tilted_key.unsqueeze(-2)
+        tilted_key = by_group(tilted) @ centred_key
+        joint = _Covariance.apply(
+            stacked_weights,
+            centred_value,
+            centred_key,
+            centred_mean.reshape(batch, groups, heads // groups, count, -1),
+            tilted_key.reshape(batch, groups, heads // groups, count, -1),
+            _reach(rows, offset),
+        )
+        joint = joint.reshape(batch, heads, count, value.shape[-1], key.shape[-1])
     if state.strict:
         return Moments(mean, joint, None, None)
     own = _own_key(state, rows, offset)
@@ -125,50 +138,72 @@ def _own_key(state: AttentionState, rows: Rows, offset: int) -> Tensor:
     return rows[:, None, :, None] + offset
 
 
-class _SecondMoment(torch.autograd.Function):
-    r"""$\sum_s w_{ts} v_s k_s^T$ for weights `(B, G, m, n, S)`, values `(B, G, S, Rv)` and keys `(B, G, S, R)`: `(B,
-    G, m, n, Rv R)`.
+class _Covariance(torch.autograd.Function):
+    r"""$\sum_s w_{ts} v_s k_s^T - \bar v_t \bar k_t^T$ for weights `(B, G, m, n, S)`, values `(B, G, S, Rv)`, keys
+    `(B, G, S, R)` and means `(B, G, m, n, Rv)`, `(B, G, m, n, R)`: `(B, G, m, n, Rv, R)`.
 
     One matrix product per block of keys with the outer products $v_s k_s^T$ of that block. Autograd would keep them
-    all, S Rv R numbers a head; here the backward pass forms each block again. `start` is the key index of the first of
-    consecutive causal
-    rows: rows before a block of keys give it no weight and are left out.
+    all, S Rv R numbers a head; here the backward pass forms each block again. `reach` says how far rows look: those
+    that do not reach a block of keys are left out of its product.
     """
 
     @staticmethod
-    def forward(ctx, weights: Tensor, value: Tensor, key: Tensor, start: int | None) -> Tensor:
-        ctx.save_for_backward(weights, value, key)
-        ctx.start = start
-        second = weights.new_zeros(*weights.shape[:-1], value.shape[-1] * key.shape[-1])
-        for keys, first in _key_blocks(weights, value, key, start):
-            part = weights[..., first:, keys].flatten(2, 3) @ _outer(value[:, :, keys], key[:, :, keys])
-            second[..., first:, :] += part.unflatten(2, (weights.shape[2], -1))
-        return second
+    def forward(
+        ctx, weights: Tensor, value: Tensor, key: Tensor, mean_value: Tensor, mean_key: Tensor, reach: Reach
+    ) -> Tensor:
+        ctx.save_for_backward(weights, value, key, mean_value, mean_key)
+        ctx.reach = reach
+        shape = *weights.shape[:-1], value.shape[-1], key.shape[-1]
+        joint = torch.mul(mean_value.unsqueeze(-1), -mean_key.unsqueeze(-2))
+        stacked = joint.view(*weights.shape[:2], -1, shape[-2] * shape[-1])
+        for keys, first in _key_blocks(weights, value, key, reach):
+            outer = _outer(value[:, :, keys], key[:, :, keys])
+            part = weights[..., first:, keys]
+            for batch in range(shape[0]):
+                if shape[2] == 1:
+                    stacked[batch, :, first:].baddbmm_(part[batch, :, 0], outer[batch])
+                else:
+                    product = part[batch].flatten(1, 2) @ outer[batch]
+                    joint[batch, ..., first:, :, :] += product.view(*part.shape[1:4], *shape[-2:])
+        return joint
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        weights, value, key = ctx.saved_tensors
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weights, value, key, mean_value, mean_key = ctx.saved_tensors
         (grad,) = gradients
+        flat = grad.flatten(-2)
         grad_weights, grad_value, grad_key = [], [], []
-        for keys, first in _key_blocks(weights, value, key, ctx.start):
-            rows = grad[..., first:, :].flatten(2, 3)
+        for keys, first in _key_blocks(weights, value, key, ctx.reach):
+            rows = flat[..., first:, :].flatten(2, 3)
             block = weights[..., first:, keys]
             by_weight = (rows @ _outer(value[:, :, keys], key[:, :, keys]).mT).unflatten(2, (weights.shape[2], -1))
             grad_weights.append(torch.nn.functional.pad(by_weight, (0, 0, first, 0)))
             by_outer = (block.flatten(2, 3).mT @ rows).unflatten(-1, (value.shape[-1], key.shape[-1]))
             grad_value.append((by_outer @ key[:, :, keys].unsqueeze(-1)).squeeze(-1))
             grad_key.append((value[:, :, keys].unsqueeze(-2) @ by_outer).squeeze(-2))
-        return torch.cat(grad_weights, dim=-1), torch.cat(grad_value, dim=2), torch.cat(grad_key, dim=2), None
+        grad_mean_value = -(grad @ mean_key.unsqueeze(-1)).squeeze(-1)
+        grad_mean_key = -(mean_value.unsqueeze(-2) @ grad).squeeze(-2)
+        joined = torch.cat(grad_weights, dim=-1), torch.cat(grad_value, dim=2), torch.cat(grad_key, dim=2)
+        return *joined, grad_mean_value, grad_mean_key, None
 
 
 def _outer(value: Tensor, key: Tensor) -> Tensor:
     return (value.unsqueeze(-1) * key.unsqueeze(-2)).flatten(-2)
 
 
-def _key_blocks(weights: Tensor, value: Tensor, key: Tensor, start: int | None) -> list[tuple[slice, int]]:
+def _reach(rows: Rows, offset: int) -> Reach:
+    if isinstance(rows, slice):
+        return range(rows.start + offset, rows.stop + offset)
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return None  # to ask would be to wait for the device
+    return (rows.amax(0).cummax(0).values + offset).tolist()
+
+
+def _key_blocks(weights: Tensor, value: Tensor, key: Tensor, reach: Reach) -> list[tuple[slice, int]]:
     """Blocks of keys, each with the first row that may look at it."""
     one_key = value.shape[0] * value.shape[1] * value.shape[-1] * key.shape[-1] * value.element_size()
     size = max(16, _BLOCK_BYTES // one_key)
-    count, length = weights.shape[-2], key.shape[2]
-    blocks = [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
-    return [(keys, 0 if start is None else min(max(0, keys.start - start), count)) for keys in blocks]
+    if reach is not None:
+        size = min(size, _CAUSAL_KEYS)
+    blocks = [slice(begin, min(begin + size, key.shape[2])) for begin in range(0, key.shape[2], size)]
+    return [(keys, 0 if reach is None else bisect_left(reach, keys.start)) for keys in blocks]
