@@ -6,9 +6,12 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     errors         errors and warnings
     attention      AttentionState: the contract between any model and the mathematics
     moments        causal weights, mean and (value, key) covariance
-    jacobian       diagonal Jacobian blocks, dense or reduced
+    inverse        sign, log|det| and inverse of many matrices in one elimination
     logdet         sign and log|det| with a gradient that is safe at the boundary
+    assembly       blocks as sums of few products, and what is made of them
+    jacobian       diagonal Jacobian blocks, dense or reduced
     margins        Margins, attention_slogdet, attention_margins
+    fused          a penalty and its gradient in one pass over chunks
     barrier        penalties of margins, schedules of their weight, the controller that holds a margin
     law            EmbeddingPrior, the paper's law: density, sampling, certificates, depth
     filtering      particle filter over latent embeddings
@@ -19,6 +22,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     capture        queries, keys and values out of a Hugging Face model
     sources        what a barrier acts on: the law, or the model's own attention
     objective      the penalised loss: the barriers that sit in a model
+    handle         BarrierHandle: the user's hold on an attached barrier
     attach         attach_barrier: one line on a causal language model
     callbacks      the barrier beside the Trainer of transformers
     run_folder     files that are never half written; the folder of a run
@@ -56,11 +60,14 @@ __all__ = [
     "BarrierHandle",
     "CaptureError",
     "DataError",
+    "EmbeddingLaw",
     "EmbeddingPrior",
     "MarginController",
     "MarginReport",
     "Margins",
+    "NumericalError",
     "NumericalWarning",
+    "ParticleFilter",
     "RobustnessReport",
     "RunFolderError",
     "Slogdet",
@@ -91,13 +98,15 @@ from support_tokens.errors import (
     ArgumentError,
     CaptureError,
     DataError,
+    NumericalError,
     NumericalWarning,
     RunFolderError,
     SupportTokensError,
     TrainingError,
     UnsupportedModelError,
 )
-from support_tokens.law import EmbeddingPrior
+from support_tokens.filtering import ParticleFilter
+from support_tokens.law import EmbeddingLaw, EmbeddingPrior
 from support_tokens.logdet import Slogdet, is_near_singular, safe_slogdet, sigma_min
 from support_tokens.margins import Margins, attention_margins, attention_slogdet
 

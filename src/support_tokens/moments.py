@@ -8,7 +8,6 @@ with $\phi'$ the slope of the logit soft-cap (1 without one). Memory is that of 
 
 __all__ = ["Moments", "moments"]
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -206,4 +205,4 @@ def _key_blocks(weights: Tensor, value: Tensor, key: Tensor, reach: Reach) -> li
     if reach is not None:
         size = min(size, _CAUSAL_KEYS)
     blocks = [slice(begin, min(begin + size, key.shape[2])) for begin in range(0, key.shape[2], size)]
-    return [(keys, 0 if reach is None else bisect_left(reach, keys.start)) for keys in blocks]
+    return [(keys, 0 if reach is None else sum(last < keys.start for last in reach)) for keys in blocks]
