@@ -29,6 +29,7 @@ from support_tokens.records import (
     Difference,
     PerturbationRecord,
     Result,
+    StructureFigures,
 )
 from support_tokens.results import RobustnessReport
 from support_tokens.run_folder import versions
@@ -143,9 +144,13 @@ def compare(
     seeds: Sequence[int] | None = None,
     details: Mapping[str, ArmDetails] | None = None,
     bootstrap: Bootstrap | None = None,
+    structure: Sequence[StructureFigures] = (),
     config: Mapping[str, Any] | None = None,
 ) -> RobustnessReport:
-    r"""The report of what `measure` gave for each arm and seed; arguments as in `evaluate_robustness`."""
+    r"""The report of what `measure` gave for each arm and seed; arguments as in `evaluate_robustness`.
+
+    `structure` is what is known of the structure of the arms.
+    """
     first, n_seeds = _check_arms(measured, baseline, seeds, details)
     order = [first, *(name for name in measured if name != first)]
     chosen = bootstrap or Bootstrap()
@@ -198,6 +203,7 @@ def compare(
         ),
         margins=histograms({name: known[name].margins for name in order}),
         sentence=sentence({name: known[name].margins for name in order}),
+        structure=tuple(structure),
         config=dict(config or {}),
         versions=versions(),
     )

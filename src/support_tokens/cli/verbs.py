@@ -77,7 +77,7 @@ def train(
     *,
     output: Output,
     data: Data = "kjv",
-    arm: Annotated[str, typer.Option(help="ce, barrier or noise, with options: barrier:weight=0.05.")] = "barrier",
+    arm: Annotated[str, typer.Option(help="An arm with its options: ce, noise, barrier:weight=0.05, ...")] = "barrier",
     force: Force = False,
     resume: Resume = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")] = False,
@@ -97,35 +97,84 @@ def train(
 
 @app.command()
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; the first one's arm is the baseline.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, or folders of models of Hugging Face; the first one is the baseline."),
+    ],
     output: Annotated[Path | None, typer.Option(help="Folder for the report; the run folder if there is one.")] = None,
     data: Annotated[
-        str | None, typer.Option(help="Corpus whose test part is read; that of training if left out.")
+        str | None, typer.Option(help="Corpus whose test part is read; for runs, that of training if left out.")
     ] = None,
     sequences: Annotated[int, typer.Option(min=2, help="Windows of the test part.")] = 64,
+    context: Annotated[int, typer.Option(min=3, help="Tokens of a window, for models; runs have their own.")] = 128,
+    perturb: Annotated[
+        str,
+        typer.Option(help="By commas: noise, worst-case, typos, typos-by-kind, token-drop, rounding; or all."),
+    ] = "noise",
+    other: Annotated[list[str] | None, typer.Option(help="Another corpus to read too; may be repeated.")] = None,
     sigma: Annotated[list[float] | None, typer.Option(help="Standard deviation of noise; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of whatever is drawn.")] = 0,
+    structure: Annotated[
+        bool | None,
+        typer.Option("--structure/--no-structure", help="Structure of embeddings and attention; yes for runs."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="As torch names it, for models.")] = "cpu",
+    csv: Annotated[Path | None, typer.Option(help="Also write the figures as CSV.")] = None,
     force: Force = False,
 ) -> None:
-    """Evaluate trained runs on held-out text, clean and under embedding noise, and write a report."""
-    from support_tokens.experiment import evaluate_runs, write_report
+    """Evaluate runs or models on held-out text, clean and under perturbations, and write a report."""
+    from support_tokens.experiment import evaluate_models, evaluate_runs, write_report
+    from support_tokens.perturbation_set import FAMILIES
     from support_tokens.report import print_report
 
-    if output is None and len(runs) > 1:
+    # A run keeps its model in a folder of its own; the configuration of a model of transformers names its type.
+    models = [not (run / "model").is_dir() and _is_model(run) for run in runs]
+    if any(models) and not all(models):
         raise ArgumentError(
-            f"--output is required to compare {len(runs)} runs, received none; pass a folder for the report."
+            "runs and models cannot be compared, since runs count characters and models tokens; pass the folder "
+            "'model' of each run, or evaluate them apart."
+        )
+    if output is None and (len(runs) > 1 or any(models)):
+        raise ArgumentError(
+            f"--output is required for {'models' if any(models) else f'a comparison of {len(runs)} runs'}, received "
+            "none; pass a folder for the report."
         )
     folder = runs[0] if output is None else output
     if (folder / "report.json").exists() and not force:
         raise RunFolderError(
             f"'{folder / 'report.json'}' exists; choose another --output, or pass --force to replace it."
         )
+    families = tuple(FAMILIES) if perturb == "all" else tuple(name.strip() for name in perturb.split(",") if name)
+    options: dict[str, Any] = {
+        "sequences": sequences,
+        "sigmas": tuple(sigma) if sigma else (0.1, 0.25, 0.5, 1.0),
+        "seed": seed,
+        "families": families,
+        "others": tuple(other or ()),
+    }
+    if any(models) and data is None:
+        raise ArgumentError("--data is required to evaluate models, received none; pass a corpus or a text file.")
     folder.mkdir(parents=True, exist_ok=True)  # now, so that no evaluation is lost for want of a folder
-    sigmas = tuple(sigma) if sigma else (0.1, 0.25, 0.5, 1.0)
-    report = evaluate_runs(runs, data=data, sequences=sequences, sigmas=sigmas, seed=seed)
-    page = write_report(report, folder)
-    print_report(report)
+    if data is not None and any(models):
+        made = evaluate_models(runs, data, context=context, structure=bool(structure), device=device, **options)
+    else:
+        made = evaluate_runs(runs, data=data, structure=structure is not False, **options)
+    page = write_report(made, folder)
+    if csv is not None:
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        made.to_csv(csv)
+    print_report(made)
     print(f"Report: {page}")
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a folder holds a model of transformers: its configuration names a type of model."""
+    import json
+
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 @app.command()

@@ -55,6 +55,8 @@ class _Colours:
 _STAND_INS = {f"#0d0e0{i}": f"var(--{name})" for i, name in enumerate(("ink", "muted", "grid"))} | {
     f"#0d0f0{i}": f"var(--arm-{i})" for i in range(len(ARM_COLOURS))
 }
+# Families whose axes are ours and short; a stranger's axis may be of any length.
+_AXES = ("embedding_noise", "worst_case", "typos", "token_drop", "weight_rounding")
 _PAGE = _Colours("#0d0e00", "#0d0e01", "#0d0e02", tuple(c for c in _STAND_INS if c.startswith("#0d0f")))
 _PAPER = _Colours("#1b1f24", "#57606a", "#d8dee4", ARM_COLOURS)
 
@@ -198,7 +200,7 @@ def _curve(axes: Axes, report: RobustnessReport, family: str, colours: _Colours)
         axes.fill_between(strengths, lows, highs, color=colours.of(place), alpha=0.18, lw=0)
     axis = next((p.axis for p in report.perturbations if p.family == family), "strength")
     shown = words.visible(axis)
-    axes.set_xlabel(re.sub(r"\bsigma\b", "σ", shown) if family.startswith("embedding_noise/") else "strength")
+    axes.set_xlabel(re.sub(r"\bsigma\b", "σ", shown) if family.split("/")[0] in _AXES else "strength")
     axes.set_ylabel(f"{report.measure} / clean {report.measure}")
     axes.set_xlim(left=0)
 

@@ -13,6 +13,17 @@ _FAMILIES = {
     "clean": "no noise",
     "embedding_noise/absolute": "absolute noise",
     "embedding_noise/matched": "scale-matched noise",
+    "worst_case/absolute/sequence/1": "worst-case noise of one step",
+    "worst_case/matched/sequence/1": "scale-matched worst-case noise of one step",
+    "worst_case/absolute/sequence/5": "worst-case noise of five steps",
+    "worst_case/matched/sequence/5": "scale-matched worst-case noise of five steps",
+    "typos/mixed": "typos",
+    "typos/replace": "replaced characters",
+    "typos/drop": "dropped characters",
+    "typos/insert": "inserted characters",
+    "typos/swap": "swapped characters",
+    "token_drop": "dropped tokens",
+    "weight_rounding": "rounded weights",
 }
 
 
@@ -48,6 +59,8 @@ def family(name: str) -> str:
         >>> family("embedding_noise/matched"), family("typos")
         ('scale-matched noise', 'typos')
     """
+    if name.startswith("other_text/"):
+        return f"the text of {visible(name.removeprefix('other_text/'))}"
     return _FAMILIES.get(name, visible(name).replace("_", " "))
 
 

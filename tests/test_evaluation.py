@@ -1,0 +1,162 @@
+"""Evaluation from folders: runs under every family, models in bits per token, and nothing done twice."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from support_tokens.arms import Barrier, CrossEntropy
+from support_tokens.cli import main
+from support_tokens.corpora import load_corpus
+from support_tokens.errors import ArgumentError, RunFolderError
+from support_tokens.experiment import evaluate_models, evaluate_runs, measuring
+from support_tokens.experiment.models import TokenizerSpelling
+from support_tokens.perturbation_set import FAMILIES
+from support_tokens.plan import TrainingPlan
+from support_tokens.training import train
+
+PLAN = TrainingPlan(
+    layers=1, heads=2, width=8, context=16, steps=2, batch_size=4, log_every=1, evaluate_every=2, evaluate_windows=2,
+    save_every=2, device="cpu",
+)  # fmt: skip
+TEXT = "In the beginning was the margin, and the margin was small. Every token stood near another. " * 60
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    (folder / "other.txt").write_text(TEXT[::-1], encoding="utf-8")
+    corpus = load_corpus(str(folder / "text.txt"))
+    for name, arm in (("ce", CrossEntropy()), ("barrier", Barrier())):
+        train(PLAN, corpus, arm, folder / name, progress=False)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([TEXT], vocab_size=320, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        config = GPT2Config(
+            n_layer=1, n_head=2, n_embd=8, vocab_size=len(tokenizer), n_positions=32, bos_token_id=None,
+            eos_token_id=None,
+        )  # fmt: skip
+        GPT2LMHeadModel(config).save_pretrained(folder / f"model{seed}")
+        tokenizer.save_pretrained(folder / f"model{seed}")
+    return folder
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["support-tokens", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_runs_under_every_family_are_measured_once_and_have_a_structure(place, tmp_path, monkeypatch):
+    options = {
+        "sequences": 4, "sigmas": (0.5,), "families": tuple(FAMILIES), "others": (str(place / "other.txt"),),
+        "cache": tmp_path / "measured", "progress": False, "timings": False,
+    }  # fmt: skip
+    folders = [place / "ce", place / "barrier"]
+    first = evaluate_runs(folders, **options)
+    assert len(list((tmp_path / "measured").iterdir())) == 2
+    assert {p.family.split("/")[0] for p in first.perturbations} == {
+        "clean", "embedding_noise", "worst_case", "typos", "token_drop", "weight_rounding", "other_text",
+    }  # fmt: skip
+    assert all(r.calibration is not None and 0 <= r.calibration.value <= 1 for r in first.results)
+    assert first.difference("barrier, weight 0.02", "clean").calibration is not None
+    assert [s.setting for s in first.structure] == [
+        "before training", "before training", "after training", "after training",
+        "after training, embeddings of the baseline's size",
+    ]  # fmt: skip
+    assert all(arm.seconds is None for arm in first.arms)
+
+    def again(*_args, **_options):
+        raise AssertionError("measured twice")
+
+    monkeypatch.setattr(measuring, "measure", again)
+    assert json.dumps(evaluate_runs(folders, **options).record()) == json.dumps(first.record())
+    columns = first.to_dataframe().columns
+    assert {"calibration", "calibration_low", "calibration_difference"} <= set(columns)
+
+
+def test_a_measurement_that_is_torn_is_named(place, tmp_path):
+    options = {"sequences": 4, "sigmas": (0.5,), "structure": False, "cache": tmp_path, "progress": False}
+    evaluate_runs([place / "ce"], **options)
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(kept.read_bytes()[:100])
+    with pytest.raises(RunFolderError, match="is no measurement"):
+        evaluate_runs([place / "ce"], **options)
+
+
+def test_before_training_all_arms_are_one(place):
+    report = evaluate_runs([place / "ce", place / "barrier"], sequences=4, sigmas=(0.5,), progress=False)
+    begun = [s for s in report.structure if s.setting == "before training"]
+    assert begun[0].log_margin_mean == begun[1].log_margin_mean
+    scaled = report.structure[-1]
+    own = next(s for s in report.structure if (s.arm, s.setting) == (scaled.arm, "after training"))
+    assert scaled.effective_rank == pytest.approx(own.effective_rank, rel=1e-5)
+
+
+def test_models_of_one_tokenizer_are_compared_in_bits_per_token(place, tmp_path, monkeypatch, capsys):
+    out, folders = tmp_path / "out", [place / "model0", place / "model1"]
+    words = ["evaluate", *folders, "--data", place / "text.txt", "--output", out, "--sequences", 3, "--context", 24]
+    words += ["--perturb", "noise,typos,rounding", "--sigma", 0.5, "--structure", "--csv", tmp_path / "a" / "rows.csv"]
+    assert command(monkeypatch, *words) == 0
+    made = json.loads((out / "report.json").read_text())
+    assert made["unit"] == "token" and [arm["name"] for arm in made["arms"]] == ["model0", "model1"]
+    assert {"typos/mixed", "weight_rounding"} <= {p["family"] for p in made["perturbations"]}
+    assert len(made["structure"]) == 2
+    assert (tmp_path / "a" / "rows.csv").read_text().startswith("arm,")
+    assert "bits per token" in capsys.readouterr().out
+
+
+def test_a_model_without_perturbation_has_the_loss_of_transformers(place):
+    report = evaluate_models(
+        [place / "model0"], str(place / "text.txt"), sequences=3, context=24, sigmas=(0.5,), progress=False
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(place / "model0")
+    ids = torch.tensor(tokenizer(load_corpus(str(place / "text.txt")).test)["input_ids"])
+    count = len(ids) // 24
+    kept = min(3, count)
+    rows = torch.stack([ids[i * count // kept * 24 :][:24] for i in range(kept)])
+    model = GPT2LMHeadModel.from_pretrained(place / "model0").eval()
+    model.loss_type = "ForCausalLM"
+    expected = float(model(input_ids=rows, labels=rows).loss.detach()) / np.log(2)
+    assert report.result("model0", "clean").bits.value == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_spell_back(place):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(place / "model0")
+    spelling = TokenizerSpelling(tokenizer)
+    ids = tokenizer(TEXT[:200])["input_ids"]
+    assert "".join(map(spelling.text, ids)) == TEXT[:200]
+    assert sum(spelling.tokens(spelling.text(token)) == [token] for token in ids) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model0", "ce", "--output", "out"], "runs and models cannot be compared"),
+        (["model0", "--data", "text.txt"], "--output is required for models"),
+        (["model0", "--output", "out"], "--data is required to evaluate models"),
+        (["ce", "--output", "out", "--perturb", "earthquake"], "not 'earthquake'"),
+    ],
+)
+def test_wrong_requests_are_one_sentence(place, tmp_path, monkeypatch, capsys, words, says):
+    placed = [place / word if word in ("model0", "ce", "text.txt") else word for word in words]
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "evaluate", *placed) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+
+
+def test_models_of_two_tokenizers_are_refused(place):
+    with pytest.raises(ArgumentError, match="must share their tokenizer"):
+        evaluate_models([place / "model0", place / "ce" / "model"], str(place / "text.txt"), progress=False)
+    with pytest.raises(RunFolderError, match="there is no folder"):
+        evaluate_models([place / "nowhere"], str(place / "text.txt"), progress=False)
