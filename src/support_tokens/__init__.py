@@ -49,6 +49,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     analysis       text -> MarginReport: the margins of a model's own attention
     explorer       local web page over analysis (optional extra)
     experiment     runs from end to end: train, evaluate, report
+    lab            presets of experiments, resumed arm by arm, beside the paper's figures
     cli            the command line, one verb a function
     __main__       python -m support_tokens
 """

@@ -1,0 +1,54 @@
+"""`support-tokens reproduce`: an experiment from its preset, resumed arm by arm, beside the paper's figures."""
+
+__all__ = ["reproduce"]
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from support_tokens.cli.verbs import app
+
+
+@app.command()
+def reproduce(
+    preset: Annotated[
+        str, typer.Option(help="quick (minutes), paper (the paper's experiment, hours), or a JSON file.")
+    ] = "quick",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder that keeps everything; runs/reproduce-PRESET if left out.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="The preset's text at another place: a path or a corpus.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Only the first so many seeds; more can follow.")] = None,
+) -> None:
+    """Train, evaluate and compare what a preset asks for; started again, it does only what is missing."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from support_tokens.lab import load_preset
+    from support_tokens.lab import reproduce as run
+    from support_tokens.report import words
+    from support_tokens.report.verdict import headline
+
+    folder = Path("runs") / f"reproduce-{Path(preset).stem}" if output is None else output
+    made = run(load_preset(preset), folder, data=data, seeds=seeds)
+    console = Console()
+    console.print(Text(headline(made.report), style="bold"), highlight=False)
+    if made.rows:
+        table = Table("figure", "paper", "here", "95 % interval", "status")
+        for row in made.rows:
+            digits = 4 if row.unit.startswith("share") else 3
+            table.add_row(
+                row.name,
+                "" if row.paper is None else words.number(row.paper, digits),
+                "" if row.ours is None else words.number(row.ours.value, digits),
+                "" if row.ours is None else words.interval(row.ours, digits),
+                row.status,
+            )
+        console.print(table, highlight=False)
+    for contest in made.contests:
+        ahead = {"law": contest.law, "rival": contest.rival}.get(contest.outcome, "neither")
+        console.print(Text(f"{words.family(contest.family)}: {ahead} ahead ({contest.law} against {contest.rival})"))
+    print(f"Tables: {folder / 'reproduction.md'}")
+    print(f"Report: {folder / 'report.html'}")

@@ -1,0 +1,67 @@
+r"""Whether a member of the barrier's family beats the best rival at equal clean cost, by an interval without zero."""
+
+__all__ = ["LARGEST_COST", "LAW", "Contest", "contests"]
+
+from dataclasses import dataclass
+
+from support_tokens.intervals import Estimate
+from support_tokens.results import RobustnessReport
+
+LARGEST_COST = 0.014
+"""Largest clean cost of an arm that takes part, as a share of the baseline's bits: what the paper's barrier costs."""
+
+LAW = ("barrier", "hold", "invariant", "law-noise")
+"""Names of the arms that come of the paper's law; all others are rivals."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The best arm of the law against the best rival under one family of perturbations.
+
+    `difference` is mean bits over the curve, the law's minus the rival's, paired; `outcome` is `law`, `rival` or
+    `open`. Of several strengths of an arm the best takes part, chosen on the same text: a lead is flattered by that.
+    """
+
+    family: str
+    law: str
+    rival: str
+    difference: Estimate
+    outcome: str
+
+
+def contests(report: RobustnessReport) -> tuple[Contest, ...]:
+    """One contest a family of perturbations, where the report has arms of both kinds within the clean cost.
+
+    Args:
+        report: Any robustness report whose arms are named as in `support_tokens.arms`.
+    """
+    clean = report.perturbations[0].name
+    base = report.result(report.baseline, clean).bits.value
+    within = [
+        arm.name
+        for arm in report.arms
+        if report.result(arm.name, clean).bits.value <= (1 + LARGEST_COST) * base or arm.name == report.baseline
+    ]
+    made = []
+    for family in dict.fromkeys(area.family for area in report.areas):
+        heights = {a.arm: a.bits.value for a in report.areas if a.family == family and a.arm in within}
+        of_law = [arm for arm in heights if arm.split(",")[0] in LAW]
+        rivals = [arm for arm in heights if arm not in of_law]
+        if not of_law or not rivals:
+            continue
+        law, rival = (min(group, key=lambda arm: heights[arm]) for group in (of_law, rivals))
+        difference = _bits(report, law, rival, family)
+        ahead = "law" if difference.value < 0 else "rival"
+        made.append(Contest(family, law, rival, difference, ahead if difference.excludes(0.0) else "open"))
+    return tuple(made)
+
+
+def _bits(report: RobustnessReport, arm: str, other: str, family: str) -> Estimate:
+    for d in report.area_differences:
+        if (d.arm, d.against, d.of) == (arm, other, family):
+            return d.bits
+        if (d.arm, d.against, d.of) == (other, arm, family):
+            if d.bits.low is None or d.bits.high is None:
+                return Estimate(-d.bits.value)
+            return Estimate(-d.bits.value, -d.bits.high, -d.bits.low)
+    raise KeyError((arm, other, family))
