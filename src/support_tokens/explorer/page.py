@@ -26,7 +26,7 @@ _ABOUT = (
 STYLE = """
 .gradio-container { max-width: 76rem !important; margin: 0 auto !important; }
 #result, #status, #result > *, #status > * { padding: 0 !important; }
-#ask-text .info-text { color: var(--body-text-color-subdued) !important; }
+#ask-text .info-text { color: var(--body-text-color) !important; opacity: .75; }
 #result iframe {
   width: 100%; height: 82vh; min-height: 34rem;
   border: 1px solid var(--border-color-primary); border-radius: 8px;

@@ -215,9 +215,9 @@
   const drawRanking = () => {
     const p = panel();
     if (margins) {
-      const heads = [["", "n"], ["token in its context"], ["position", "n optional"], ["log margin", "n"], ["σ min", "n"], ["sign", "n optional"], ["gradient share", "n"], ["surprise", "n optional"]];
+      const heads = [["", "n"], ["token in its context"], ["position", "n optional"], ["log margin", "n"], ["σ min", "n"], ["sign", "n optional"], ["gradient share", "n optional"], ["surprise", "n optional"]];
       const lines = ranking(p).map((i, rank) => [[String(rank + 1), "n"], [tokenButton(i), "context"], [String(rows()[i].p), "n optional"], [number(p.margin[i]), "n"],
-        [number(p.sigma[i], 4), "n"], [p.sign[i] < 0 ? "−" : p.sign[i] > 0 ? "+" : "0", "n optional"], [p.share[i] === null ? "–" : `${number(100 * p.share[i], 1)} %`, "n"], [number(p.surprise[i], 2), "n optional"]]);
+        [number(p.sigma[i], 4), "n"], [p.sign[i] < 0 ? "−" : p.sign[i] > 0 ? "+" : "0", "n optional"], [p.share[i] === null ? "–" : `${number(100 * p.share[i], 1)} %`, "n optional"], [number(p.surprise[i], 2), "n optional"]]);
       at("ranking").replaceChildren(tableOf("", heads, lines));
       return;
     }

@@ -72,7 +72,7 @@ def _text(entry: LayerMargins, k: int) -> Text:
         style = f"{_INKS[step]} {_STYLES[step]}" if token.valid and token.rankable else "dim"
         style += " underline" if token.sign < 0 else ""
         if token.position in ranks:
-            made.append(f"[{in_text(token)}]{_raised(ranks[token.position])}", style=f"bold {style}")
+            made.append(f"[{in_table(token)}]{_raised(ranks[token.position])}", style=f"bold {style}")
         else:
             made.append(in_text(token), style=style)
         made.append("\n" * breaks_after(token))

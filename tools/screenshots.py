@@ -1,0 +1,79 @@
+"""Pictures of the pages for the guides, taken by Debian's chromium.
+
+    python tools/screenshots.py RECORD.json COMPARISON.json [--explorer ADDRESS]
+
+RECORD and COMPARISON are what `support-tokens analyze --json ... --compare-json ...` wrote; ADDRESS is that of a
+running `support-tokens explore`. Look at the pictures before they are committed.
+"""
+
+import argparse
+import io
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from support_tokens import views
+from support_tokens.margin_changes import changes_from_json
+from support_tokens.token_margins import record_from_json
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+TEXT = "The capital of France is Paris, and the river that runs through it is called the Seine."
+
+
+def keep(page: Page, name: str, **options) -> None:
+    """Takes a picture and keeps it small: 128 colours are enough for a page."""
+    picture = Image.open(io.BytesIO(page.screenshot(**options))).convert("RGB")
+    IMAGES.mkdir(exist_ok=True)
+    picture.quantize(128, dither=Image.Dither.NONE).save(IMAGES / f"{name}.png", optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("comparison", type=Path)
+    parser.add_argument("--explorer", help="address of a running explorer")
+    chosen = parser.parse_args()
+    read = lambda path: json.loads(path.read_text(encoding="utf-8"))  # noqa: E731
+    record = record_from_json(read(chosen.record))
+    pages = {
+        "margins": views.margins_html(record),
+        "changes": views.changes_html(changes_from_json(read(chosen.comparison))),
+    }
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"] if os.geteuid() == 0 else []
+        )
+        for name, html in pages.items():
+            path = Path(folder, f"{name}.html")
+            path.write_text(html, encoding="utf-8")
+            for kind, width, height in (("wide", 1180, 1180), ("phone", 390, 844)):
+                page = browser.new_page(viewport={"width": width, "height": height}, has_touch=kind == "phone")
+                page.goto(path.as_uri())
+                page.wait_for_selector("html.ready")
+                page.locator("#tokens .support").nth(1).click()
+                page.evaluate(
+                    "window.scrollTo(0, 0)" if kind == "wide" else "document.querySelector('.reading').scrollIntoView()"
+                )
+                keep(page, f"{name}-{kind}")
+                page.close()
+        if chosen.explorer:
+            page = browser.new_page(viewport={"width": 1180, "height": 1020})
+            page.goto(chosen.explorer)
+            page.locator("#ask-layers").get_by_text("0", exact=True).first.wait_for(timeout=120_000)
+            page.fill("#ask-text textarea", TEXT)
+            page.click("#ask-run")
+            page.frame_locator("#result iframe").locator("html.ready").wait_for(timeout=300_000)
+            page.wait_for_timeout(1000)
+            page.frame_locator("#result iframe").locator(".support").first.hover()
+            page.evaluate("window.scrollTo(0, 0)")
+            keep(page, "explorer")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
