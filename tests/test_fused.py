@@ -173,11 +173,11 @@ def test_no_large_array_outlives_its_chunk() -> None:
             sizes.extend(t.untyped_storage().nbytes() for t in tree_leaves(out) if torch.is_tensor(t))
             return out
 
-    law, x = EmbeddingPrior(16, 16), torch.randn(1, 512, 16, requires_grad=True)
+    law, x = EmbeddingPrior(32, 32), torch.randn(1, 512, 32, requires_grad=True)
     state = law.state(x)
     with Sizes():
         fused_penalty(state, torch.ones(1, 512), smooth, chunk_size=8)
-    assert max(sizes) < 512 * 16 * 16 * 4 / 4
+    assert max(sizes) < 512 * 32 * 32 * 4 / 4
 
 
 def test_positions_drawn_uniformly_give_the_full_gradient_on_average() -> None:

@@ -6,7 +6,7 @@ $$ \mu^h_t = \sum_s \alpha^h_{ts} v_s, \qquad
 with $\phi'$ the slope of the logit soft-cap (1 without one). Memory is that of one chunk of positions.
 """
 
-__all__ = ["Moments", "moments"]
+__all__ = ["Moments", "attention_weights", "moments"]
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -65,16 +65,8 @@ def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Mo
     keys = rows.stop + offset if isinstance(rows, slice) else state.key.shape[2]
     key, value = state.key[:, :, :keys], state.value[:, :, :keys]
     batch, groups = key.shape[:2]
-    query = take(state.query, rows, 2)
-    heads, count = query.shape[1], query.shape[2]
-    stacked = query.reshape(batch, groups, heads // groups * count, -1)
-
-    logits = (state.scale * stacked @ key.transpose(-1, -2)).reshape(batch, heads, count, keys)
-    slope = None
-    if state.softcap is not None:
-        squashed = torch.tanh(logits / state.softcap)
-        logits, slope = state.softcap * squashed, 1 - squashed.square()
-    weights = _softmax(logits, state.allowed_rows(rows, keys), state.sinks)
+    weights, slope = _weights_and_slope(state, rows, key)
+    heads, count = weights.shape[1:3]
 
     # Covariance does not change under shifts of values, nor of keys where the weights alone multiply them. Shifting by
     # a constant near the mean keeps the difference E[vk] - E[v]E[k] accurate in float32; the shift carries no gradient.
@@ -109,6 +101,32 @@ def moments(state: AttentionState, rows: Rows, *, covariance: bool = True) -> Mo
     own = _own_key(state, rows, offset)
     pick = lambda w: w.gather(-1, own.expand(batch, heads, count, 1)).squeeze(-1)  # noqa: E731
     return Moments(mean, joint, pick(weights), None if slope is None else pick(slope))
+
+
+def attention_weights(state: AttentionState, rows: slice) -> Tensor:
+    r"""$\alpha_{ts}$ of query positions `rows` on all keys up to their end, `(B, H, n, keys)`.
+
+    Example:
+        >>> from support_tokens.attention import state_from_weights
+        >>> x, w = torch.randn(2, 5, 4), torch.randn(1, 3, 4)
+        >>> attention_weights(state_from_weights(x, w, w), slice(0, 5)).shape
+        torch.Size([2, 1, 5, 5])
+    """
+    end = rows.stop + state.key.shape[2] - state.length
+    return _weights_and_slope(state, rows, state.key[:, :, :end])[0]
+
+
+def _weights_and_slope(state: AttentionState, rows: Rows, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    batch, groups, keys, _ = key.shape
+    query = take(state.query, rows, 2)
+    heads, count = query.shape[1], query.shape[2]
+    stacked = query.reshape(batch, groups, heads // groups * count, -1)
+    logits = (state.scale * stacked @ key.transpose(-1, -2)).reshape(batch, heads, count, keys)
+    slope = None
+    if state.softcap is not None:
+        squashed = torch.tanh(logits / state.softcap)
+        logits, slope = state.softcap * squashed, 1 - squashed.square()
+    return _softmax(logits, state.allowed_rows(rows, keys), state.sinks), slope
 
 
 def _softmax(logits: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:

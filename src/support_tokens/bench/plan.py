@@ -1,0 +1,336 @@
+r"""What a barrier costs on a model that is not here: operations counted, times from measured rates.
+
+Counted are multiply-add operations (two each) of forward and backward pass. Per position and layer of the model's own
+attention, with $K = \min(H R_v, D)$ and a mean reach of S keys,
+
+$$ \underbrace{6\, H S R_v R}_{\text{covariance}} + \underbrace{6\, H R_v R K}_{\text{assembly}} +
+   \underbrace{6\, K^2 (H + 4)}_{\text{low rank}} + \underbrace{2 K^3}_{\text{elimination}}, $$
+
+and $12\, D\, H R_v\, D$ for $W_O$ where $H R_v > D$; for the law $6 S R^2 + 2 R^3$. The plain step is $6 N$ a token and
+$12\, L\, H R\, S$ for its attention.
+"""
+
+__all__ = ["SHAPES", "Ceilings", "Counts", "Plan", "Shape", "barrier_counts", "plain_counts", "plan_step", "shape_of"]
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support_tokens.errors import ArgumentError, DataError
+
+# Key blocks of this many keys are left out or taken whole, so a causal product does a little more than half.
+_CAUSAL_KEYS = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder that operations depend on.
+
+    Args:
+        width: D.
+        layers: L, blocks.
+        heads: H, query heads.
+        kv_heads: G, key/value heads.
+        head_width: R = Rv.
+        mlp_width: Inner width of the feed-forward part.
+        vocabulary: Rows of the embedding.
+        gated: Whether the feed-forward part has three matrices rather than two.
+        tied: Whether input and output embedding are one matrix.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+
+    @property
+    def side(self) -> int:
+        """K, the side of the matrices whose determinants are taken for the model's own attention."""
+        return min(self.heads * self.head_width, self.width)
+
+    @property
+    def block_parameters(self) -> int:
+        """Weights of matrices in one block."""
+        attention = self.width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.width * self.mlp_width
+
+    @property
+    def parameters(self) -> int:
+        """All weights of matrices, embeddings among them."""
+        return self.layers * self.block_parameters + (1 if self.tied else 2) * self.vocabulary * self.width
+
+
+SHAPES = {
+    "small-gpt": Shape(128, 4, 4, 4, 32, 512, 100, gated=False, tied=True),
+    "smollm2-135m": Shape(576, 30, 9, 3, 64, 1536, 49152, tied=True),
+    "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256),
+    "70b": Shape(8192, 80, 64, 8, 128, 28672, 128256),
+}
+"""Named configurations: the two that are measured here, and the shapes of Llama 3's 8B and 70B."""
+
+
+def shape_of(config: str | Path) -> Shape:
+    """The shape that a name of `SHAPES`, a config.json of transformers, or a folder with one describes.
+
+    Raises:
+        DataError: There is no such file, or it lacks a size.
+
+    Example:
+        >>> shape_of("8b").side
+        4096
+    """
+    if str(config) in SHAPES:
+        return SHAPES[str(config)]
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(
+            f"a configuration must be one of {', '.join(SHAPES)} or a config.json, received '{config}'; name one."
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"'{path}' is not JSON ({error}); pass the config.json of a model.") from error
+    return _shape(values.get("text_config", values), path)
+
+
+def _shape(values: dict[str, Any], path: Path) -> Shape:
+    def first(*names: str, default: Any = None) -> Any:
+        found = next((values[name] for name in names if values.get(name) is not None), default)
+        if found is None:
+            raise DataError(f"'{path}' does not give {names[0]}, which is required; pass a decoder's config.json.")
+        return found
+
+    width, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head")
+    inner = first("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+    gated = values.get("model_type") not in ("gpt2", "gpt_neox", "opt", "phi")
+    return Shape(
+        width=width,
+        layers=first("num_hidden_layers", "n_layer"),
+        heads=heads,
+        kv_heads=first("num_key_value_heads", default=heads),
+        head_width=first("head_dim", default=width // heads),
+        mlp_width=inner,
+        vocabulary=first("vocab_size"),
+        gated=gated,
+        tied=bool(values.get("tie_word_embeddings", values.get("model_type") == "gpt2")),
+    )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Work of one training step on one device.
+
+    Args:
+        product: Operations in matrix products.
+        elimination: Operations in eliminations, of matrices of side `side`.
+        side: Side of the eliminated matrices, 0 for none.
+        moved: Bytes that pass between memory and processor outside of products.
+        memory: Bytes that are held above weights and their optimiser's state.
+    """
+
+    product: float
+    elimination: float
+    side: int
+    moved: float
+    memory: float
+
+
+def mean_reach(length: int, block: int = _CAUSAL_KEYS) -> float:
+    """Mean number of keys a position is multiplied with, at all positions, when whole blocks of keys are left out.
+
+    Example:
+        >>> mean_reach(256), mean_reach(32)
+        (160.0, 32.0)
+    """
+    blocks = math.ceil(length / block)
+    return sum(min(block, length - b * block) * (length - b * block) for b in range(blocks)) / length
+
+
+def plain_counts(shape: Shape, batch: int, length: int, *, item: int = 4) -> Counts:
+    r"""The plain step: $6 N$ operations a token, attention, and the passes of optimiser, activations and logits.
+
+    Args:
+        shape: The model.
+        batch: B, sequences on the device.
+        length: T.
+        item: Bytes of a number.
+    """
+    tokens = batch * length
+    matrices = shape.layers * shape.block_parameters + shape.vocabulary * shape.width
+    attention = 12 * shape.layers * shape.heads * shape.head_width * length * tokens / 2
+    # Around the products of a block: norms, residuals, rotations, activation, each read and written in both passes.
+    wide = 18 * shape.width + (10 if shape.gated else 8) * shape.mlp_width
+    logits = 8 * shape.vocabulary
+    moved = item * (tokens * (shape.layers * wide + logits) + 10 * shape.parameters)
+    kept = shape.layers * (8 * shape.width + 3 * shape.mlp_width) + 3 * shape.vocabulary
+    return Counts(6.0 * matrices * tokens + attention, 0.0, 0, moved, item * (tokens * kept + shape.parameters))
+
+
+def barrier_counts(
+    shape: Shape,
+    batch: int,
+    length: int,
+    *,
+    source: str = "model",
+    positions: int | None = None,
+    rank: int = 32,
+    item: int = 4,
+) -> Counts:
+    """What the barrier of one layer adds to a step.
+
+    Args:
+        shape: The model.
+        batch: B.
+        length: T.
+        source: `model` or `prior`.
+        positions: n of each sequence; None: all.
+        rank: R of the law.
+        item: Bytes of a number.
+
+    Raises:
+        ArgumentError: The source is unknown.
+    """
+    count = batch * (length if positions is None else min(positions, length))
+    reach = mean_reach(length)
+    if source == "prior":
+        side = min(rank, shape.width)
+        covariance = 6 * reach * side * side
+        project = 12 * shape.width * side * batch * length
+        # Outer products of keys, covariance, elimination by blocks of 8, gradient; queries and keys.
+        moved = item * (count * side * side * 16 + batch * length * side * side * 6)
+        held = item * (6 * 2**19 + 3 * batch * length * (shape.width + 2 * side))
+        return Counts(covariance * count + project, 2.0 * side**3 * count, side, moved, held)
+    if source != "model":
+        raise ArgumentError(f"source must be 'prior' or 'model', received {source!r}; choose one of the two.")
+    heads, width, side = shape.heads, shape.head_width, shape.side
+    inner = heads * width
+    per_position = 6 * heads * reach * width * width + 6 * inner * width * side + 6 * side * side * (heads + 4)
+    if inner > shape.width:
+        per_position += 12 * inner * shape.width * shape.width
+    shared = 18 * side * width * shape.width * (heads + 2 * shape.kv_heads)
+    outer = batch * length * shape.kv_heads * width * width
+    moved = item * (count * side * side * 14 + outer * 8)
+    matrices = max(1, min(12, 2**26 // (side * side * item)))
+    held = item * (3 * matrices * side * side + 6 * 64 * side * width + 3 * batch * length * width * (heads + 2))
+    return Counts(per_position * count + shared, 2.0 * side**3 * count, side, moved, held)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates that a machine reaches, measured or given.
+
+    Args:
+        product: Operations a second of matrix products of the step.
+        elimination: Side of matrices to operations a second of elimination.
+        memory: Bytes a second.
+    """
+
+    product: float
+    elimination: dict[int, float]
+    memory: float
+
+    def rate(self, side: int) -> float:
+        """Operations a second of elimination at a side: between measured sides by interpolation of logarithms, outside
+        of them the nearest.
+
+        Example:
+            >>> Ceilings(1e9, {10: 1e8, 1000: 1e10}, 1e9).rate(100)
+            1000000000.0
+        """
+        known = sorted(self.elimination)
+        if side <= known[0] or side >= known[-1]:
+            return self.elimination[known[0] if side <= known[0] else known[-1]]
+        upper = next(k for k in known if k >= side)
+        lower = known[known.index(upper) - 1]
+        share = math.log(side / lower) / math.log(upper / lower)
+        return round(self.elimination[lower] ** (1 - share) * self.elimination[upper] ** share, 3)
+
+    def seconds(self, counts: Counts) -> float:
+        """Time of some work: products, eliminations and passes over memory one after the other."""
+        spent = counts.product / self.product + counts.moved / self.memory
+        return spent + (counts.elimination / self.rate(counts.side) if counts.side else 0.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A predicted step with and without the barrier, on each of N devices that share the batch.
+
+    Args:
+        plain: Work of the plain step.
+        barrier: Work that the barrier adds.
+        plain_seconds: Its predicted time.
+        barrier_seconds: Predicted time that the barrier adds.
+    """
+
+    plain: Counts
+    barrier: Counts
+    plain_seconds: float
+    barrier_seconds: float
+
+    @property
+    def time_ratio(self) -> float:
+        """Step with the barrier over the plain one."""
+        return 1 + self.barrier_seconds / self.plain_seconds
+
+    @property
+    def memory_ratio(self) -> float:
+        """Peak above weights and optimiser with the barrier over the plain one."""
+        return 1 + self.barrier.memory / self.plain.memory
+
+
+def plan_step(
+    shape: Shape,
+    ceilings: Ceilings,
+    *,
+    batch: int,
+    length: int,
+    source: str = "model",
+    positions: int | None = None,
+    rank: int = 32,
+    devices: int = 1,
+    item: int = 4,
+) -> Plan:
+    """Predicts a training step with the barrier of one layer.
+
+    Args:
+        shape: The model.
+        ceilings: Rates of one device.
+        batch: B over all devices.
+        length: T.
+        source: `model` or `prior`.
+        positions: n of each sequence; None: all.
+        rank: R of the law.
+        devices: N; sequences, or positions where there are fewer sequences, are shared evenly.
+        item: Bytes of a number in the plain step; the barrier computes in 4.
+
+    Example:
+        >>> rates = Ceilings(1e14, {32: 1e12, 4096: 2e13}, 2e12)
+        >>> plan = plan_step(shape_of("8b"), rates, batch=8, length=8192, positions=16, devices=8)
+        >>> plan.time_ratio > 1
+        True
+    """
+    if devices < 1 or batch < 1 or length < 1:
+        raise ArgumentError(f"devices, batch and length must be at least 1, received {devices}, {batch} and {length}.")
+    plain = _shared(plain_counts(shape, batch, length, item=item), devices)
+    added = _shared(
+        barrier_counts(shape, batch, length, source=source, positions=positions, rank=rank), min(devices, batch)
+    )
+    return Plan(plain, added, ceilings.seconds(plain), ceilings.seconds(added))
+
+
+def _shared(counts: Counts, devices: int) -> Counts:
+    return Counts(
+        counts.product / devices,
+        counts.elimination / devices,
+        counts.side,
+        counts.moved / devices,
+        counts.memory / devices,
+    )

@@ -1,0 +1,59 @@
+"""The screen for support tokens: first order exact for the law, deterministic, and worth more than chance."""
+
+import torch
+from torch.testing import assert_close
+
+from support_tokens.attention import state_from_weights
+from support_tokens.jacobian import JacobianBlocks
+from support_tokens.margins import state_margins
+from support_tokens.screen import first_order_margins, gradient_share, support_candidates
+from test_fused import model_state
+
+
+def law_state(batch: int = 4, length: int = 48, strength: float = 1.5, **options):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, length, 8, generator=generator, dtype=torch.float64)
+    w = strength * torch.randn(1, 4, 8, generator=generator, dtype=torch.float64) / 8**0.5
+    return state_from_weights(x, w, w, **options)
+
+
+def test_first_order_margin_of_the_law_is_minus_the_trace() -> None:
+    state = law_state()
+    trace = JacobianBlocks(state).dense(slice(0, state.length)).diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert_close(first_order_margins(state), -trace)
+
+
+def test_it_is_the_derivative_of_the_exact_margin_at_no_coupling() -> None:
+    state = law_state(strength=1e-3)
+    assert_close(first_order_margins(state), state_margins(state).log_abs_det, rtol=1e-4, atol=1e-12)
+
+
+def test_candidates_are_valid_sorted_and_the_same_again() -> None:
+    padding = torch.zeros(4, 48, dtype=torch.bool)
+    padding[:, 30:] = True
+    state = law_state(key_padding_mask=padding)
+    found = support_candidates(state, 7)
+    assert found.shape == (4, 7)
+    assert (found < 30).all()
+    assert (found.diff(dim=1) > 0).all()
+    assert_close(found, support_candidates(state, 7))
+    assert support_candidates(state, 100).shape == (4, 48)
+
+
+def test_candidates_find_support_tokens_and_carry_more_of_the_gradient_than_others() -> None:
+    state = law_state(strength=1.0)
+    exact = state_margins(state).support_tokens(6)
+    found = support_candidates(state, 12)
+    hit = (exact.unsqueeze(-1) == found.unsqueeze(1)).any(-1).double().mean()
+    assert hit > 0.5  # by chance it would be 12 of 48
+    every = torch.arange(48).expand(4, 48)
+    assert_close(gradient_share(state, every), torch.ones((), dtype=torch.float64))
+    assert gradient_share(state, found) > 12 / 48
+
+
+def test_screen_of_a_models_own_attention_is_its_own_value_part() -> None:
+    state, _ = model_state()
+    score = first_order_margins(state, "block")
+    assert score.shape == (3, 6)
+    assert not score[1, -2:].any()
+    assert_close(first_order_margins(state), -score)
