@@ -198,3 +198,16 @@ def test_runs_that_cannot_be_compared(monkeypatch, capsys, tmp_path, text) -> No
     failed(run(monkeypatch, *words), capsys.readouterr(), "must share their plan")
     words = ["evaluate", tmp_path / "narrow", tmp_path / "wide"]
     failed(run(monkeypatch, *words), capsys.readouterr(), "--output is required")
+
+
+@pytest.mark.parametrize("words", ["stopped at step 2 of 4; --resume goes on from there.", ""])
+def test_interrupt_ends_with_a_sentence_and_130(monkeypatch, capsys, tmp_path, text, words) -> None:
+    def interrupted(*_args, **_options) -> None:
+        raise KeyboardInterrupt(*filter(None, [words]))
+
+    monkeypatch.setattr("support_tokens.training.train", interrupted)
+    assert run(monkeypatch, "train", "--data", text, "--output", tmp_path / "run", *TINY) == 130
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("support-tokens: ")
+    assert words in said
+    assert "--resume" in said

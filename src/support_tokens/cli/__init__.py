@@ -23,8 +23,19 @@ def main() -> None:
     except OSError as error:
         where = error.filename or "a file"
         _end(f"'{where}' cannot be read or written ({error.strerror or error}); free space or check permissions.", 1)
-    except KeyboardInterrupt as error:
-        _end(str(error) or "interrupted; where a verb has --resume, that goes on from the last good state.", 130)
+    except SystemExit as ended:
+        # Typer ends an interrupted verb without a word; what was raised still hangs on its exit.
+        interrupt = _cause(ended, KeyboardInterrupt)
+        if interrupt is None:
+            raise
+        _end(str(interrupt) or "interrupted; where a verb has --resume, that goes on from the last good state.", 130)
+
+
+def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """The error of a kind that led to this one, if any."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _end(sentence: str, code: int) -> None:
