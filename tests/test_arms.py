@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 
-from support_tokens import training
+from support_tokens import attached_barriers, training
 from support_tokens.arms import (
     SMART,
     Arm,
@@ -45,6 +45,7 @@ PLAN = TrainingPlan(
 KINDS = [
     Barrier(0.1, "hinge", "model", 4, 1.0),
     Barrier(0.1, "map"),
+    Barrier(0.1, "log", "model", view="block", layers=1, warmup=1, fade=4),
     EmbeddingNoise(0.5, "absolute"),
     HeldMargin(2.0, 0.1),
     InvariantBarrier(0.1, positions=4),
@@ -58,7 +59,11 @@ KINDS = [
     SpectralNorm(),
     SigmaReparam(),
 ]
-EACH_KIND = pytest.mark.parametrize("arm", KINDS, ids=lambda arm: f"{arm.name}-{getattr(arm, 'penalty', '')}")
+EACH_KIND = pytest.mark.parametrize(
+    "arm", KINDS, ids=lambda arm: "-".join([arm.name, *(getattr(arm, o) for o in ("penalty", "view") if hasattr(arm, o))])
+)
+    "arm", KINDS, ids=lambda arm: f"{arm.name}-{getattr(arm, 'penalty', '')}-{getattr(arm, 'view', '')}"
+)
 
 
 class Killed(BaseException):
@@ -160,6 +165,18 @@ def test_a_penalty_of_weight_zero_is_the_plain_run(tmp_path: Path, arm: Arm, pla
     run(tmp_path / "run", arm)
     for key, value in weights(tmp_path / "run").items():
         torch.testing.assert_close(value, plain[0][key], atol=1e-5, rtol=1e-4)
+
+
+def test_the_weight_of_a_barrier_rises_and_fades():
+    one = model(layers=2)
+    attachment = Barrier(0.4, source="model", layers=2, view="block", warmup=2, fade=4).attach(one, seed=0)
+    (handle,) = attached_barriers(one)
+    weights = []
+    for step in range(5):
+        handle.step = step
+        weights.append(handle.present_weight)
+    assert weights == pytest.approx([0.0, 0.2, 0.4, 0.2, 0.0], abs=1e-6)
+    attachment.remove()
 
 
 def test_rdrop_is_the_mean_of_two_losses_and_their_divergence():

@@ -113,6 +113,8 @@ def test_a_stored_plan_of_another_version_is_an_error_of_the_folder():
         ("noise:unit=relative", "unit must be matched or absolute, received 'relative'"),
         ("barrier:positions=2.5", "positions must be a whole number of at least 0, received 2.5"),
         ("barrier:penalty=map,source=model", "the penalty map needs the law"),
+        ("barrier:view=block", "view and layers go with source=model"),
+        ("barrier:warmup=5,fade=5", "fade must come after warmup, received fade=5 and warmup=5"),
         ("barrier:target_margin=1", "target_margin goes with penalty=hinge, received penalty='log'"),
         ("dropout:rate=1", "rate must be a finite number of at least 0 and at most 0.9, received 1.0"),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support_tokens.arms.contract import Attachment, option, require
 from support_tokens.attach import BarrierHandle, attach_barrier
 from support_tokens.attention import AttentionState, state_from_weights
-from support_tokens.barrier import MarginController, sample_positions
+from support_tokens.barrier import MarginController, WarmupSchedule, Weight, sample_positions
 from support_tokens.callbacks import BarrierCallback
 from support_tokens.errors import ArgumentError
 from support_tokens.logdet import full_precision
@@ -34,9 +34,13 @@ class Barrier:
         source: `prior`: the paper's law on the embeddings; `model`: the attention of block 0.
         positions: Positions of each sequence that count in a step, drawn anew; 0: all.
         target_margin: $m^*$ in nats, for `hinge`.
+        view: `noise` or `block`; the law has the noise view only.
+        layers: The first so many blocks, whose mean counts, for the source `model`.
+        warmup: Steps over which the weight rises from 0.
+        fade: Step at which the weight has come down to 0 again, along a cosine; 0: it stays.
 
     Raises:
-        ArgumentError: An option out of its bounds, or a target margin for a penalty that has none.
+        ArgumentError: An option out of its bounds, or two that do not go together.
     """
 
     name: ClassVar[str] = "barrier"
@@ -47,9 +51,22 @@ class Barrier:
     source: str = option("prior", "prior: the paper's law; model: attention of block 0", choices=("prior", "model"))
     positions: int = option(0, "positions of a sequence that count in a step; 0: all")
     target_margin: float = option(0.0, "log margin in nats below which the hinge acts")
+    view: str = option("noise", "noise: x - mu(x); block: x + mu(x), source=model only", choices=("noise", "block"))
+    layers: int = option(1, "the first so many blocks, source=model only", least=1)
+    warmup: int = option(0, "steps over which the weight rises from 0")
+    fade: int = option(0, "step at which the weight has come down to 0 again; 0: it stays")
 
     def __post_init__(self):
         require(self)
+        if self.source == "prior" and (self.view, self.layers) != ("noise", 1):
+            raise ArgumentError(
+                f"arm 'barrier': view and layers go with source=model, received view={self.view!r} and "
+                f"layers={self.layers} with source='prior'; add source=model."
+            )
+        if self.fade and self.fade <= self.warmup:
+            raise ArgumentError(
+                f"arm 'barrier': fade must come after warmup, received fade={self.fade} and warmup={self.warmup}."
+            )
         if self.penalty == "map" and self.source == "model":
             raise ArgumentError("arm 'barrier': the penalty map needs the law, source=prior, received source='model'.")
         if self.target_margin and self.penalty != "hinge":
@@ -60,11 +77,17 @@ class Barrier:
 
     def attach(self, model: nn.Module, *, seed: int) -> Attachment:
         """Registers the law in the model, if any, and adds the penalty to its loss in train mode."""
+        weight: Weight = self.weight
+        if self.warmup or self.fade:
+            final = 0.0 if self.fade else None
+            weight = WarmupSchedule(self.weight, warmup=self.warmup, total=self.fade or None, final=final)
         handle = attach_barrier(
             model,
-            self.weight,
+            weight,
             source=self.source,
             penalty=self.penalty,
+            view=self.view,
+            layer=tuple(range(self.layers)) if self.layers > 1 else 0,
             positions=self.positions or None,
             target_margin=self.target_margin,
             seed=seed,

@@ -9,6 +9,7 @@ from support_tokens.lab.contest import LARGEST_COST, Contest
 from support_tokens.lab.paper import PaperRow
 from support_tokens.lab.preset import Preset
 from support_tokens.report import words
+from support_tokens.report.page import STRUCTURE_HEADS, structure_values
 from support_tokens.report.verdict import families, headline, seed_caveat
 from support_tokens.results import RobustnessReport
 
@@ -24,7 +25,7 @@ def render_markdown(
         rows: Made by `paper_rows`.
         contests: Made by `contests`.
     """
-    parts = [f"# {_cell(preset.title)}", headline(report), seed_caveat(report), report.status]
+    parts = [f"# {_cell(words.visible(preset.title))}", headline(report), seed_caveat(report), report.status]
     if rows:
         parts += [
             "## Beside the paper",
@@ -63,8 +64,8 @@ def _paper(row: PaperRow) -> tuple[str, ...]:
 def _contest(contest: Contest) -> tuple[str, ...]:
     return (
         words.family(contest.family),
-        contest.law,
-        contest.rival,
+        words.visible(contest.law),
+        words.visible(contest.rival),
         words.signed(contest.difference.value, 4),
         _interval(contest.difference, 4),
         contest.outcome,
@@ -93,21 +94,8 @@ def _arms(report: RobustnessReport) -> tuple[tuple[str, ...], Iterator[tuple[str
 
 
 def _structure(report: RobustnessReport) -> tuple[tuple[str, ...], Iterator[tuple[str, ...]]]:
-    head = (
-        "arm", "embeddings", "RMS", "effective rank", "dispersion", "signal / noise", "mean log margin",
-        "least log margin", "negative", "attractive",
-    )  # fmt: skip
-
-    def rows() -> Iterator[tuple[str, ...]]:
-        for s in report.structure:
-            columns = (
-                s.embedding_rms, s.effective_rank, s.dispersion, s.signal_to_noise, s.log_margin_mean, s.log_margin_min,
-                s.negative_share, s.attractive_share,
-            )  # fmt: skip
-            means = (words.number(sum(c) / len(c)) if c else "" for c in columns)
-            yield (words.label(report, s.arm), s.setting, *means)
-
-    return head, rows()
+    rows = ((words.label(report, s.arm), words.visible(s.setting), *structure_values(s)) for s in report.structure)
+    return ("arm", "embeddings", *STRUCTURE_HEADS), rows
 
 
 def _figure(estimate: Estimate) -> str:
@@ -125,4 +113,4 @@ def _table(head: Sequence[str], rows) -> str:
 
 def _cell(text: str) -> str:
     """Text that ends no cell and begins no markup of HTML."""
-    return words.visible(text).replace("|", "\\|").replace("<", "&lt;") if text else ""
+    return text.replace("|", "\\|").replace("<", "&lt;")

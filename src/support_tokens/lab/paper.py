@@ -122,10 +122,14 @@ def _path_rows(report: RobustnessReport, preset: Preset) -> list[PaperRow]:
     else:
         shaped = "not comparable", "the intervals do not tell the best weight from an end of the path"
     covered = where.low is not None and where.high is not None and where.low <= value <= where.high
-    why = "the interval is that of the weights level with the best"
+    placed: tuple[Status, str] = "not comparable", "without a clear minimum there is no best weight"
+    if shaped[0] == "agrees":
+        placed = "agrees" if covered else "differs", "the interval is that of the weights level with the best"
+    elif shaped[0] == "differs":
+        placed = "differs", "the best weight is an end of the path"
     return [
         PaperRow(shape, unit, None, ends[0] if ends else None, *shaped),
-        PaperRow(best_name, lambda_unit, value, where, "agrees" if covered else "differs", why),
+        PaperRow(best_name, lambda_unit, value, where, *placed),
     ]
 
 

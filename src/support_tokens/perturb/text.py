@@ -108,7 +108,9 @@ class Typos:
             tokens, self.share, self.operation, stream(self.seed, batch.indices[row], 2), batch.spelling
         )
         clean_units = torch.ones_like(batch.input_ids[row]) if batch.units is None else batch.units[row]
-        ids, labels, units = (torch.zeros(length, dtype=torch.long) for _ in range(3))
+        # Padded by a token of the text: transformers warns of a pad token that no mask covers.
+        ids = torch.full((length,), tokens[0], dtype=torch.long)
+        labels, units = (torch.zeros(length, dtype=torch.long) for _ in range(2))
         labels[:] = -100
         place = 0
         for token, (piece, asked) in enumerate(zip(pieces, origins, strict=True)):

@@ -1,6 +1,6 @@
 r"""The report as one HTML file: no network, no script, readable on a phone, in the dark and in print."""
 
-__all__ = ["render_html"]
+__all__ = ["STRUCTURE_HEADS", "render_html", "structure_values"]
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from support_tokens.intervals import Estimate
-from support_tokens.records import MarginCounts, MarginHistogram
+from support_tokens.records import MarginCounts, MarginHistogram, PerturbationRecord, StructureFigures
 from support_tokens.report import plots, words
 from support_tokens.report.margin_text import SentenceView, sentence_view
 from support_tokens.report.verdict import direction, families, verdict
@@ -71,6 +71,10 @@ def render_html(report_json: RobustnessReport | Mapping[str, Any]) -> str:
         verdict=verdict(report),
         groups=list(_groups(report)),
         curves=[(words.family(f), Markup(plots.curve_svg(report, f))) for f in families(report)],
+        noise_only=all(f.startswith("embedding_noise/") for f in families(report)),
+        calibration=_calibration(report),
+        structure=_structure(report),
+        structure_heads=STRUCTURE_HEADS,
         histograms=[_histogram(report, histogram) for histogram in report.margins],
         sentence=_sentence(report),
         config=list(_flat(report.config)),
@@ -132,6 +136,58 @@ def _groups(report: RobustnessReport) -> Iterator[_Group]:
         by_family[family].append(_Row("mean of the curve", cells, summary=True))
     for family, rows in by_family.items():
         yield _Group("" if family == "clean" else words.family(family).capitalize(), rows)
+
+
+@dataclass(frozen=True)
+class _CalibrationRow:
+    head: str
+    cells: list[tuple[Estimate | None, str]]
+
+
+def _calibration(report: RobustnessReport) -> list[_CalibrationRow]:
+    """Calibration errors with the direction of their paired difference; none where no result has one."""
+    rows = []
+    for perturbation in report.perturbations:
+        cells = []
+        for arm in report.arms:
+            difference = report.difference(arm.name, perturbation.name)
+            against = difference and difference.calibration
+            found = report.result(arm.name, perturbation.name).calibration
+            cells.append((found, direction(against) if against else "unclear"))
+        rows.append(_CalibrationRow(_head(perturbation), cells))
+    return rows if any(estimate for row in rows for estimate, _ in row.cells) else []
+
+
+def _head(perturbation: PerturbationRecord) -> str:
+    """A row's head that needs no group above it."""
+    set_to, whose = words.setting(perturbation), perturbation.family
+    return f"{words.family(whose)}, {set_to}" if whose.startswith("embedding_noise/") else set_to
+
+
+STRUCTURE_HEADS = (
+    "RMS", "effective rank", "dispersion", "signal / noise", "mean log margin", "least log margin", "negative",
+    "attractive",
+)  # fmt: skip
+"""Columns of the table of structure, in the order of `structure_values`."""
+
+
+def structure_values(figures: StructureFigures) -> list[str]:
+    """Means over seeds, as shown; empty where a figure is not known."""
+    columns = (
+        figures.embedding_rms, figures.effective_rank, figures.dispersion, figures.signal_to_noise,
+        figures.log_margin_mean, figures.log_margin_min, figures.negative_share, figures.attractive_share,
+    )  # fmt: skip
+    return [words.number(sum(column) / len(column)) if column else "" for column in columns]
+
+
+def _structure(report: RobustnessReport) -> list[tuple[str, list[tuple[int, str, list[str]]]]]:
+    """Rows under the setting of their embeddings."""
+    places = {arm.name: place for place, arm in enumerate(report.arms)}
+    groups: dict[str, list[tuple[int, str, list[str]]]] = {}
+    for figures in report.structure:
+        row = (places[figures.arm], words.label(report, figures.arm), structure_values(figures))
+        groups.setdefault(figures.setting, []).append(row)
+    return list(groups.items())
 
 
 @dataclass(frozen=True)
