@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from support_tokens.inverse import slogdet_and_inverse
 from support_tokens.logdet import Slogdet, safe_slogdet
@@ -130,6 +131,7 @@ def block_penalty(
 # costs calls.
 _CHUNK_BYTES = 2 * 2**20
 _FEW, _MOST_BYTES = 12, 64 * 2**20
+_LEAST_COLUMNS = 16
 
 
 def matrices_at_once(rows: Tensor) -> int:
@@ -216,6 +218,9 @@ def _contracted(
         to_own *= grad.unsqueeze(-1)  # type: ignore[operator]
     to_left = to_right = None
     if left is not None:
-        to_left = inverse @ (right * scale).mT  # type: ignore[operator]
-        to_right = (left * scale).mT @ inverse
+        rank = left.shape[-1]
+        # Products with few columns are slow on processors, so there are at least 16.
+        spare = max(0, _LEAST_COLUMNS - rank)
+        to_left = (inverse @ pad(right * scale, (0, 0, 0, spare)).mT)[..., :rank]  # type: ignore[operator]
+        to_right = (pad(left * scale, (0, spare)).mT @ inverse)[:, :rank]
     return to_rows.mul_(scale.unsqueeze(-1)), to_own, to_left, to_right

@@ -3,9 +3,9 @@ r"""Sign, $\log|\det|$ and inverse of a batch of matrices in one elimination.
 On a processor LAPACK works on one matrix after the other and spends most of its time outside of matrix products. Here
 blocks of columns of all matrices are eliminated at once (Gauss-Jordan, in place), so that nearly all of the $2 N^3$
 operations are products of a whole batch. Pivots are sought within a block only, which may lose accuracy where a leading
-block is nearly singular; so every inverse $X$ is tried on probe vectors Z, and where the backward error
+block is nearly singular; so every inverse $X$ is tried on two probe vectors z, and where the backward error
 
-$$ \eta = \frac{|M X Z - Z|_F}{|M|_F\, |X Z|_F} > 8\,\epsilon $$
+$$ \eta = \frac{|M X z - z|}{|M|_F\, |X z|} > 8\,\epsilon $$
 
 (LAPACK's own reaches half of that) the matrix is done again with full partial pivoting. On other devices, and under
 `torch.compile`, partial pivoting is used at once: the trial would have to be waited for.
@@ -20,7 +20,7 @@ from torch import Tensor
 _LEAF = 16
 # Bytes of matrices that are eliminated together: they stay in a processor's cache between the blocks.
 _BATCH_BYTES = 16 * 2**20
-_PROBES = 4
+_PROBES = 2
 _BACKWARD_ERROR = 8
 
 
@@ -85,20 +85,29 @@ def _by_pivoting(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inverse = matrix.clone(memory_format=torch.contiguous_format)
     sign, log_abs_det = _eliminate(inverse)
-    probe = _probe(matrix)
-    tried = inverse @ probe
-    norm = lambda t: t.flatten(1).norm(dim=1)  # noqa: E731
-    allowed = _BACKWARD_ERROR * torch.finfo(matrix.dtype).eps * norm(matrix) * norm(tried)
-    unsound = (~(norm(matrix @ tried - probe) <= allowed)).nonzero().squeeze(-1)  # NaN is unsound, too
+    allowed = _BACKWARD_ERROR * torch.finfo(matrix.dtype).eps * matrix.flatten(1).norm(dim=1)
+    sound = torch.ones_like(sign, dtype=torch.bool)
+    for probe in _probes(matrix):
+        tried = (inverse.flatten(0, 1) @ probe).view(inverse.shape[:2])
+        miss = _matrices_times_vectors(matrix, tried) - probe
+        sound &= miss.norm(dim=1) <= allowed * tried.norm(dim=1)  # NaN is not
+    unsound = (~sound).nonzero().squeeze(-1)
     if unsound.numel():
         sign[unsound], log_abs_det[unsound], inverse[unsound] = _by_pivoting(matrix[unsound])
     return sign, log_abs_det, inverse
 
 
-def _probe(matrix: Tensor) -> Tensor:
-    """Fixed vectors `(N, 4)` of entries in [-1, 1] that look random: a quadratic chirp."""
-    count = torch.arange(matrix.shape[-1] * _PROBES, dtype=torch.float64)
-    return (count.square() * 2.399963).cos().to(matrix.dtype).reshape(-1, _PROBES)
+def _probes(matrix: Tensor) -> Tensor:
+    """Fixed vectors `(2, N)` of entries in [-1, 1] that look random: a quadratic chirp."""
+    count = torch.arange(_PROBES * matrix.shape[-1], dtype=torch.float64)
+    return (count.square() * 2.399963).cos().to(matrix.dtype).reshape(_PROBES, -1)
+
+
+def _matrices_times_vectors(matrix: Tensor, vector: Tensor) -> Tensor:
+    # Products of matrices with few columns are the slow case of a processor's library: neither form below is one.
+    if matrix.shape[-1] > 128:
+        return torch.stack([m @ v for m, v in zip(matrix, vector, strict=True)])
+    return (matrix * vector.unsqueeze(1)).sum(-1)
 
 
 def _eliminate(work: Tensor) -> tuple[Tensor, Tensor]:

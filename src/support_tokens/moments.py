@@ -196,10 +196,11 @@ class _Covariance(torch.autograd.Function):
             by_weight = (rows @ _outer(value[:, :, keys], key[:, :, keys]).mT).unflatten(2, (weights.shape[2], -1))
             grad_weights.append(torch.nn.functional.pad(by_weight, (0, 0, first, 0)))
             by_outer = (block.flatten(2, 3).mT @ rows).unflatten(-1, (value.shape[-1], key.shape[-1]))
-            grad_value.append((by_outer @ key[:, :, keys].unsqueeze(-1)).squeeze(-1))
-            grad_key.append((value[:, :, keys].unsqueeze(-2) @ by_outer).squeeze(-2))
-        grad_mean_value = -(grad @ mean_key.unsqueeze(-1)).squeeze(-1)
-        grad_mean_key = -(mean_value.unsqueeze(-2) @ grad).squeeze(-2)
+            # Sums of elementwise products: a batch of matrices times vectors is slower as a matrix product.
+            grad_value.append((by_outer * key[:, :, keys].unsqueeze(-2)).sum(-1))
+            grad_key.append((by_outer * value[:, :, keys].unsqueeze(-1)).sum(-2))
+        grad_mean_value = -(grad * mean_key.unsqueeze(-2)).sum(-1)
+        grad_mean_key = -(grad * mean_value.unsqueeze(-1)).sum(-2)
         joined = torch.cat(grad_weights, dim=-1), torch.cat(grad_value, dim=2), torch.cat(grad_key, dim=2)
         return *joined, grad_mean_value, grad_mean_key, None
 
