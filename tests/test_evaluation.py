@@ -16,7 +16,8 @@ from support_tokens.corpora import load_corpus
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.experiment import evaluate_models, evaluate_runs, measuring
 from support_tokens.experiment.models import TokenizerSpelling
-from support_tokens.perturbation_set import FAMILIES
+from support_tokens.measurement import EvaluationData
+from support_tokens.perturbation_set import FAMILIES, standard_perturbations
 from support_tokens.plan import TrainingPlan
 from support_tokens.training import train
 
@@ -74,6 +75,7 @@ def test_runs_under_every_family_are_measured_once_and_have_a_structure(place, t
         "after training, embeddings of the baseline's size",
     ]  # fmt: skip
     assert all(arm.seconds is None for arm in first.arms)
+    assert first.config["unknown_characters_elsewhere"] == {str(place / "other.txt"): 0.0}
 
     def again(*_args, **_options):
         raise AssertionError("measured twice")
@@ -82,6 +84,20 @@ def test_runs_under_every_family_are_measured_once_and_have_a_structure(place, t
     assert json.dumps(evaluate_runs(folders, **options).record()) == json.dumps(first.record())
     columns = first.to_dataframe().columns
     assert {"calibration", "calibration_low", "calibration_difference"} <= set(columns)
+
+
+def test_another_weight_is_another_measurement(place):
+    data, chosen = EvaluationData(torch.zeros(1, 3, dtype=torch.long)), standard_perturbations((0.5,))
+    module = torch.nn.Module()
+    module.gain = torch.nn.Parameter(torch.tensor(1.0))
+    keys = [measuring.key_of(module, data, chosen, 4)]
+    with torch.no_grad():
+        module.gain += 1e-7
+    keys.append(measuring.key_of(module, data, chosen, 4))
+    keys.append(measuring.key_of(module, data, chosen, 5))
+    keys.append(measuring.key_of(module, data, standard_perturbations((0.5,), seed=1), 4))
+    keys.append(measuring.key_of(module, EvaluationData(torch.ones(1, 3, dtype=torch.long)), chosen, 4))
+    assert len(set(keys)) == 5
 
 
 def test_a_measurement_that_is_torn_is_named(place, tmp_path):

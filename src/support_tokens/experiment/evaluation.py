@@ -107,6 +107,7 @@ def evaluate_runs(
         "trained_on": first.config["corpus"],
         "evaluated_on": corpus.identity(),
         "unknown_characters": unknown_rate(tokenizer, windows),
+        **({"unknown_characters_elsewhere": _unknown_elsewhere(tokenizer, texts)} if texts else {}),
         "arms": {label: arm_config(of_arm[0].arm) for label, of_arm in arms.items()},
     }
     figures: tuple[StructureFigures, ...] = ()
@@ -121,6 +122,11 @@ def evaluate_runs(
         structure=figures,
         config=config,
     )
+
+
+def _unknown_elsewhere(tokenizer, texts: Sequence[OtherText]) -> dict[str, float]:
+    """Share of characters of the other texts that the model has never seen, by corpus."""
+    return {text.corpus: unknown_rate(tokenizer, text.input_ids) for text in texts if text.input_ids is not None}
 
 
 def held_out_windows(ids: Tensor, context: int, sequences: int) -> Tensor:

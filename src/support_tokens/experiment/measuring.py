@@ -1,6 +1,6 @@
 """Models measured one after another, each once: what a stopped evaluation had finished is read again."""
 
-__all__ = ["measure_arms"]
+__all__ = ["key_of", "measure_arms"]
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,9 @@ def measure_arms(
             measured[arm] = []
             for number in range(len(of_arm)):
                 model = of_arm[number]
-                path = None if cache is None else cache / f"{_key(model, data, perturbations, batch_size)}.safetensors"
+                path = (
+                    None if cache is None else cache / f"{key_of(model, data, perturbations, batch_size)}.safetensors"
+                )
                 if path is not None and path.exists():
                     found = _read(path, perturbations)
                     bar.advance(task, total / sum(map(len, models.values())))
@@ -72,11 +74,12 @@ def measure_arms(
     return measured
 
 
-def _key(model: nn.Module, data: EvaluationData, perturbations: PerturbationSet, batch_size: int) -> str:
+def key_of(model: nn.Module, data: EvaluationData, perturbations: PerturbationSet, batch_size: int) -> str:
+    """What a measurement follows from, as a name for it: weights, data, perturbations and batch size."""
     digest = hashlib.sha256(f"{data.record()} {perturbations.checksum} {batch_size} {torch.__version__}".encode())
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else b"")
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
