@@ -128,7 +128,7 @@ class _Run:
             return lambda: penalty(law, x).backward()
 
         steps = {
-            "ours": law_penalty(1, length),
+            "ours": law_penalty(1, length, device=self.device),
             "dense covariance by autograd": by(peers.dense_covariance_penalty),
             "autograd Jacobian": by(peers.naive_jacobian_penalty),
         }
@@ -179,15 +179,19 @@ class _Run:
 
     def growth(self, lengths: tuple[int, ...]) -> None:
         """The law's penalty by length, batch and number of positions."""
-        steps = {f"T = {length}": law_penalty(2, length) for length in lengths}
+        steps = {f"T = {length}": law_penalty(2, length, device=self.device) for length in lengths}
         arms = list(self.timed("growth in length", steps, rounds=5).values())
         self.check("growth in length: exponent", _exponent(lengths, arms), 2.1)
         length = lengths[1]
         batches = (2, 4, 8)
-        arms = list(self.timed("growth in batch", {f"B = {b}": law_penalty(b, length) for b in batches}).values())
+        arms = list(
+            self.timed(
+                "growth in batch", {f"B = {b}": law_penalty(b, length, device=self.device) for b in batches}
+            ).values()
+        )
         self.check("growth in batch: exponent", _exponent(batches, arms), 1.1)
         counts = tuple(length // k for k in (4, 2, 1))
-        steps = {f"n = {n}": law_penalty(4, length, positions=n) for n in counts}
+        steps = {f"n = {n}": law_penalty(4, length, positions=n, device=self.device) for n in counts}
         self.check(
             "growth in positions: exponent",
             _exponent(counts, list(self.timed("growth in positions", steps).values())),

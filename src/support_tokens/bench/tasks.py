@@ -82,8 +82,13 @@ def peer_step(
     """A training step by a loss of `peers`, with an optimiser of its own unless one is given."""
     chosen = task.optimiser() if optimiser is None else optimiser
 
+    device = task.ids.device.type
+
     def step() -> None:
-        loss(task.model, task.ids).backward()
+        # Forward in 16 bits where that is the custom; the barrier's own linear algebra stays in 32.
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            value = loss(task.model, task.ids)
+        value.backward()
         chosen.step()
         # At the end and not at the beginning, so that a step frees what it made.
         chosen.zero_grad()
@@ -101,14 +106,21 @@ def barrier_step(task: Task, optimiser: torch.optim.Optimizer | None = None, **o
         handle.remove()
 
 
-def law_penalty(batch: int, length: int, width: int = 128, rank: int = 32, positions: int | None = None) -> Step:
+def law_penalty(
+    batch: int,
+    length: int,
+    width: int = 128,
+    rank: int = 32,
+    positions: int | None = None,
+    device: str = "cpu",
+) -> Step:
     """The penalty of the law by itself, with its gradient by embeddings and coupling."""
     generator = torch.Generator().manual_seed(0)
-    law = EmbeddingPrior(width, rank, generator=generator)
-    x = torch.randn(batch, length, width, generator=generator, requires_grad=True)
-    rows = None if positions is None else _drawn(batch, length, positions)
+    law = EmbeddingPrior(width, rank, generator=generator).to(device)
+    x = torch.randn(batch, length, width, generator=generator).to(device).requires_grad_()
+    rows = None if positions is None else _drawn(batch, length, positions).to(device)
     count = batch * (length if positions is None else positions)
-    weight = torch.full((batch, count // batch), 1 / count)
+    weight = torch.full((batch, count // batch), 1 / count, device=device)
 
     def step() -> None:
         value, _ = fused_penalty(law.state(x), weight, torch.neg, positions=rows)
@@ -123,13 +135,13 @@ def model_penalty(task: Task, positions: int) -> Step:
         task.model(task.ids)
     state = captured.states()[0]
     batch, length = task.ids.shape
-    rows = _drawn(batch, length, positions)
+    rows = _drawn(batch, length, positions).to(task.ids.device)
     weight = torch.full((batch, positions), 1 / (batch * positions), device=task.ids.device)
     wanted = [t.detach().requires_grad_() for t in (state.query, state.key, state.value)]
     state = replace(state, query=wanted[0], key=wanted[1], value=wanted[2])
 
     def step() -> None:
-        value, _ = fused_penalty(state, weight, torch.neg, positions=rows.to(weight.device))
+        value, _ = fused_penalty(state, weight, torch.neg, positions=rows)
         torch.autograd.grad(value, wanted)
 
     return step

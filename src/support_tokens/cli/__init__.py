@@ -10,7 +10,7 @@ from support_tokens.errors import SupportTokensError
 def main() -> None:
     """Runs the verb that the command line names; an error becomes one sentence, never a traceback."""
     try:
-        from support_tokens.cli import analyze, explore, reproduce  # noqa: F401  # each file adds its verbs
+        from support_tokens.cli import analyze, bench, explore, reproduce  # noqa: F401  # each file adds its verbs
         from support_tokens.cli.verbs import app
 
         app()
