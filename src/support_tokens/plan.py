@@ -102,7 +102,7 @@ PLANS: dict[str, TrainingPlan] = {
     # Small batches and a high rate: within minutes it is the number of steps that takes a model of characters past the
     # plateau of pairs of letters.
     "demo": TrainingPlan(
-        width=96, batch_size=8, steps=1600, learning_rate=4e-3, evaluate_every=400, evaluate_windows=64, save_every=400,
+        width=96, batch_size=8, steps=1000, learning_rate=4e-3, evaluate_every=250, evaluate_windows=64, save_every=250,
     ),
     "small": TrainingPlan(),
     "tiny": TrainingPlan(
