@@ -16,6 +16,7 @@ from support_tokens.arms import (
     SMART,
     Arm,
     Barrier,
+    Combined,
     EmbeddingDecay,
     EmbeddingDropout,
     EmbeddingNoise,
@@ -32,6 +33,7 @@ from support_tokens.arms import (
 )
 from support_tokens.arms.noises import through_law
 from support_tokens.corpora import Corpus
+from support_tokens.errors import ArgumentError
 from support_tokens.plan import TrainingPlan
 from support_tokens.small_gpt import character_tokenizer, small_gpt
 from support_tokens.training import train
@@ -58,6 +60,7 @@ KINDS = [
     SMART(),
     SpectralNorm(),
     SigmaReparam(),
+    Combined((EmbeddingNoise(0.3), InvariantBarrier(0.1, positions=4), Barrier(0.1), NEFTune())),
 ]
 EACH_KIND = pytest.mark.parametrize("arm", KINDS, ids=lambda arm: arm.name)
 
@@ -173,6 +176,21 @@ def test_the_weight_of_a_barrier_rises_and_fades():
         weights.append(handle.present_weight)
     assert weights == pytest.approx([0.0, 0.2, 0.4, 0.2, 0.0], abs=1e-6)
     attachment.remove()
+
+
+def test_combined_arms_add_their_penalties_and_come_off_together():
+    one, of = model(), batch()
+    parts = (InvariantBarrier(1.0, positions=0), InvariantBarrier(0.5, 0.3, positions=0))
+    attachments = [part.attach(one, seed=0) for part in parts]
+    expected = sum(float(a.penalty(one, of, one(**of)).detach()) for a in attachments)
+    for attachment in attachments:
+        attachment.remove()
+    attachment = Combined(parts).attach(one, seed=0)
+    assert float(attachment.penalty(one, of, one(**of)).detach()) == pytest.approx(expected, rel=1e-5)
+    attachment.remove()
+    assert not one.transformer.h[0]._forward_pre_hooks
+    with pytest.raises(ArgumentError, match="two of its parts set neftune_noise_alpha"):
+        Combined((NEFTune(), NEFTune(2.0))).attach(one, seed=0)
 
 
 def test_rdrop_is_the_mean_of_two_losses_and_their_divergence():

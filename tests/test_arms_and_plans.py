@@ -13,6 +13,7 @@ from support_tokens.arms import (
     Arm,
     Attachment,
     Barrier,
+    Combined,
     EmbeddingNoise,
     arm_config,
     arm_from_config,
@@ -129,6 +130,15 @@ def test_options_are_numbers_or_words():
         0.1, "hinge", "model", 4, 0.5
     )
     assert arm_label(parse_arm("barrier:weight=0.1,penalty=hinge")) == "barrier, weight 0.1, penalty hinge"
+
+
+def test_arms_are_joined_by_a_plus():
+    arm = parse_arm("noise:scale=2e-1 + barrier:weight=1e+0,penalty=hinge")
+    assert arm == Combined((EmbeddingNoise(0.2), Barrier(1.0, "hinge")))
+    assert arm_from_config(json.loads(json.dumps(arm_config(arm)))) == arm
+    assert arm_label(arm) == "noise, scale 0.2 + barrier, weight 1, penalty hinge"
+    with pytest.raises(ArgumentError, match="two or more plain arms are required, received 1"):
+        arm_from_config({"name": "combined", "parts": [{"name": "ce"}]})
 
 
 def test_arms_are_what_the_protocol_asks_for():

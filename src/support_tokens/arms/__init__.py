@@ -6,6 +6,7 @@ __all__ = [
     "Arm",
     "Attachment",
     "Barrier",
+    "Combined",
     "CrossEntropy",
     "EmbeddingDecay",
     "EmbeddingDropout",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 from support_tokens.arms.barriers import Barrier, HeldMargin, InvariantBarrier
+from support_tokens.arms.combined import Combined
 from support_tokens.arms.consistency import SMART, RDrop
 from support_tokens.arms.contract import Arm, Attachment, CrossEntropy
 from support_tokens.arms.noises import EmbeddingDropout, EmbeddingNoise, LawNoise, NEFTune

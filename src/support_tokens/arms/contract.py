@@ -45,7 +45,11 @@ class Arm(Protocol):
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
+
+    @property
+    def summary(self) -> str:
+        """How the arm trains, in half a sentence."""
+        ...
 
     def attach(self, model: nn.Module, *, seed: int) -> Attachment:
         """Changes how `model` trains; draws random numbers for its own set-up from `seed` alone, never globally."""

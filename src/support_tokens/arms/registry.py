@@ -3,10 +3,13 @@
 __all__ = ["ARMS", "arm_config", "arm_from_config", "arm_label", "parse_arm"]
 
 import dataclasses
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from support_tokens.arms.barriers import Barrier, HeldMargin, InvariantBarrier
+from support_tokens.arms.combined import Combined
 from support_tokens.arms.consistency import SMART, RDrop
 from support_tokens.arms.contract import Arm, CrossEntropy
 from support_tokens.arms.noises import EmbeddingDropout, EmbeddingNoise, LawNoise, NEFTune
@@ -36,10 +39,10 @@ ARMS: dict[str, type] = {
 
 
 def parse_arm(text: str) -> Arm:
-    r"""Reads an arm from the command line: `NAME` or `NAME:OPTION=VALUE,...`.
+    r"""Reads an arm from the command line: `NAME` or `NAME:OPTION=VALUE,...`, several joined by `+`.
 
     Args:
-        text: For example `barrier:weight=0.05`.
+        text: For example `barrier:weight=0.05`, or `noise:scale=0.2+invariant:weight=0.02`.
 
     Returns:
         The arm.
@@ -51,6 +54,12 @@ def parse_arm(text: str) -> Arm:
         >>> parse_arm("noise:scale=0.1,unit=absolute")
         EmbeddingNoise(scale=0.1, unit='absolute')
     """
+    # A plus sign in a number such as 1e+3 is followed by a digit, and the name of an arm begins with a letter.
+    parts = re.split(r"\+(?=\s*[a-z])", text)
+    return _parse(text) if len(parts) == 1 else Combined(tuple(map(_parse, parts)))
+
+
+def _parse(text: str) -> Arm:
     name, _, options = text.partition(":")
     values: dict[str, Any] = {}
     types = {field.name: field.type for field in dataclasses.fields(ARMS[name.strip()])} if name.strip() in ARMS else {}
@@ -63,7 +72,7 @@ def parse_arm(text: str) -> Arm:
             raise ArgumentError(
                 f"arm '{text}': option '{given}' is not written NAME=NUMBER; write for example barrier:weight=0.05."
             ) from None
-        if types.get(key) is int and values[key] == int(values[key]):
+        if types.get(key) is int and math.isfinite(values[key]) and values[key] == int(values[key]):
             values[key] = int(values[key])
     return arm_from_config({"name": name.strip(), **values})
 
@@ -83,6 +92,8 @@ def arm_from_config(config: Mapping) -> Arm:
     """
     options = {key: value for key, value in config.items() if key != "name"}
     name = config.get("name")
+    if name == Combined.name:
+        return Combined(tuple(map(arm_from_config, options.get("parts", ()))))
     if name not in ARMS:
         raise ArgumentError(f"there is no arm '{name}'; known arms are {', '.join(ARMS)}.")
     known = [f.name for f in dataclasses.fields(ARMS[name])]
@@ -99,6 +110,8 @@ def arm_config(arm: Arm) -> dict:
         >>> arm_config(EmbeddingDropout(rate=0.05))
         {'name': 'dropout', 'rate': 0.05}
     """
+    if isinstance(arm, Combined):
+        return {"name": arm.name, "parts": [arm_config(part) for part in arm.parts]}
     return {"name": arm.name, **dataclasses.asdict(arm)}  # type: ignore[call-overload]
 
 
@@ -109,6 +122,8 @@ def arm_label(arm: Arm) -> str:
         >>> arm_label(Barrier(weight=0.05)), arm_label(EmbeddingNoise(unit="absolute")), arm_label(CrossEntropy())
         ('barrier, weight 0.05', 'noise, scale 0.2, unit absolute', 'ce')
     """
+    if isinstance(arm, Combined):
+        return " + ".join(map(arm_label, arm.parts))
     options = {}
     for place, field in enumerate(dataclasses.fields(arm)):  # type: ignore[arg-type]
         value = getattr(arm, field.name)

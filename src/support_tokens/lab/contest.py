@@ -11,7 +11,7 @@ LARGEST_COST = 0.014
 """Largest clean cost of an arm that takes part, as a share of the baseline's bits: what the paper's barrier costs."""
 
 LAW = ("barrier", "hold", "invariant", "law-noise")
-"""Names of the arms that come of the paper's law; all others are rivals."""
+"""Names of the arms that come of the paper's law, alone or combined with others; all others are rivals."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def contests(report: RobustnessReport) -> tuple[Contest, ...]:
     made = []
     for family in dict.fromkeys(area.family for area in report.areas):
         heights = {a.arm: a.bits.value for a in report.areas if a.family == family and a.arm in within}
-        of_law = [arm for arm in heights if arm.split(",")[0] in LAW]
+        of_law = [arm for arm in heights if any(part.split(",")[0] in LAW for part in arm.split(" + "))]
         rivals = [arm for arm in heights if arm not in of_law]
         if not of_law or not rivals:
             continue

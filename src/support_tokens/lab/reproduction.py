@@ -4,6 +4,7 @@ __all__ = ["Reproduction", "reproduce"]
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -152,7 +153,7 @@ def _claim(folder: Path, preset: Preset) -> None:
 
 
 def _run_folder(folder: Path, arm: str, seed: int) -> Path:
-    return folder / "runs" / f"{arm.translate(str.maketrans({':': '-', '=': '-', ',': '-'}))}-seed{seed}"
+    return folder / "runs" / f"{re.sub(r'[^a-zA-Z0-9.+-]+', '-', arm)}-seed{seed}"
 
 
 def _log(folder: Path, arm: str, seed: int, result: TrainingResult) -> None:
