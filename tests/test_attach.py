@@ -22,6 +22,7 @@ from barrier_models import (
 from support_tokens import ArgumentError, CaptureError, UnsupportedModelError, attach_barrier, attached_barriers
 from support_tokens.capture import capture_attention
 from support_tokens.margins import state_margins
+from support_tokens.screen import support_candidates
 from support_tokens.sites import hook_embeddings
 
 
@@ -270,6 +271,8 @@ def test_resized_and_tied_embeddings() -> None:
         ({"target_margin": 1.0}, "belongs to the penalty 'hinge'"),
         ({"penalty": "hinge", "target_margin": float("nan")}, "finite number of nats"),
         ({"positions": 0}, "positions must be at least 1"),
+        ({"positions": "best"}, "or 'support', received 'best'"),
+        ({"positions": "support", "candidates": 0}, "candidates must be at least 1"),
         ({"rank": 0}, "at least 1"),
         ({"noise_scale": -1.0}, "positive finite"),
         ({"weight": -0.1}, "finite number of at least 0"),
@@ -298,3 +301,23 @@ def test_models_that_are_none() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=f"received {type(model).__name__}"):
             attach_barrier(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", [0, (0, 1)])
+def test_support_positions_are_exact_margins_of_each_layers_candidates(kind: str, layer: int | tuple) -> None:
+    model, data = language_model(kind), batch(padding="left")
+    layers = layer if isinstance(layer, tuple) else (layer,)
+    with capture_attention(model, layers=layers) as captured, torch.no_grad():
+        model(**data)
+    states = captured.states(data["attention_mask"]).values()
+    counts = data["attention_mask"].sum(-1)
+    expected = 0.0
+    for state in states:
+        margins = state_margins(state, positions=support_candidates(state, 2))
+        expected -= ((margins.log_abs_det.mean(-1) * counts).sum() / counts.sum()).item() / len(layers)
+    handle = attached(model, "model", layer=layer, positions="support", candidates=2)
+    assert model(**data).loss.item() == pytest.approx(handle.last["ce"] + handle.present_weight * expected, abs=1e-10)
+    again = handle.last["penalty"]
+    model(**data)
+    assert handle.last["penalty"] == again

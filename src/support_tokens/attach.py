@@ -25,7 +25,8 @@ def attach_barrier(
     penalty: str = "log",
     view: str = "noise",
     layer: int | tuple[int, ...] = 0,
-    positions: int | None = None,
+    positions: int | str | None = None,
+    candidates: int = 16,
     rank: int | None = None,
     noise_scale: float = 1.0,
     target_margin: float = 0.0,
@@ -53,8 +54,10 @@ def attach_barrier(
         penalty: `log`, `hinge` or `map`; see `per_token_penalty`. `log` is unbounded below: watch `handle.last`.
         view: `noise` ($J = I - D$) or `block` ($J = I + D$); the law has the noise view only.
         layer: Block, or several whose mean counts, for the source `model`; negative ones count from the last.
-        positions: Number of positions of each sequence, drawn uniformly at every step; None: all. The penalty stays
-            unbiased.
+        positions: Number of positions of each sequence, drawn uniformly at every step: the penalty stays unbiased.
+            `support`: those that a cheap screen takes for support tokens, a mean over the worst; see `screen`. None:
+            all.
+        candidates: Number of positions of each sequence for `support`.
         rank: R of the law; None: min(D, 32).
         noise_scale: $\sigma$ of the law, for the penalty `map`.
         target_margin: $m^*$ in nats, for the penalty `hinge`.
@@ -84,7 +87,8 @@ def attach_barrier(
     """
     weight = checked_weight(weight)
     law_options = rank is not None or noise_scale != 1.0
-    _check_options(source, penalty, view, layer, positions, target_margin, law_options)
+    _check_options(source, penalty, view, layer, target_margin, law_options)
+    _check_positions(positions, candidates)
     causal_model, decoder = _causal_model(model)
     # Here and not above: it brings in the compiler of torch, which transformers has brought in by now.
     from support_tokens.objective import Barrier, BarrierSlot
@@ -106,7 +110,7 @@ def attach_barrier(
         chosen = PriorSource(causal_model, decoder, slot.watch, law)
     if not hasattr(causal_model, SLOT):
         slot.install(causal_model, decoder)
-    barrier = Barrier(chosen, weight, penalty, target_margin, positions, seed)
+    barrier = Barrier(chosen, weight, penalty, target_margin, positions, candidates, seed)
     slot.add(barrier)
     slot.train(causal_model.training)
     return BarrierHandle(barrier, causal_model)
@@ -179,7 +183,6 @@ def _check_options(
     penalty: str,
     view: str,
     layer: object,
-    positions: int | None,
     target_margin: float,
     law_options: bool,
 ) -> None:
@@ -200,11 +203,19 @@ def _check_options(
         )
     if source == "model" and law_options:
         raise ArgumentError("rank and noise_scale belong to the law of source='prior', received source='model'.")
-    if positions is not None and (isinstance(positions, bool) or positions < 1):
-        raise ArgumentError(f"positions must be at least 1, received {positions}; leave it None for all positions.")
     if not math.isfinite(target_margin):
         raise ArgumentError(f"target_margin must be a finite number of nats, received {target_margin}; pass 0.0, say.")
     if target_margin and penalty != "hinge":
         raise ArgumentError(
             f"target_margin belongs to the penalty 'hinge', received {target_margin} with {penalty!r}; use 'hinge'."
         )
+
+
+def _check_positions(positions: object, candidates: int) -> None:
+    whole = isinstance(positions, int) and not isinstance(positions, bool) and positions >= 1
+    if not (positions is None or positions == "support" or whole):
+        raise ArgumentError(
+            f"positions must be at least 1, or 'support', received {positions!r}; leave it None for all positions."
+        )
+    if candidates < 1:
+        raise ArgumentError(f"candidates must be at least 1, received {candidates}; pass 16, say.")

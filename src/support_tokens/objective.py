@@ -6,7 +6,7 @@ __all__ = ["Barrier", "BarrierSlot"]
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from support_tokens.barrier import MarginController, Weight, margin_penalty, sam
 from support_tokens.errors import CaptureError
 from support_tokens.fused import fused_penalty
 from support_tokens.margins import Margins, state_margins
+from support_tokens.screen import support_candidates
 from support_tokens.sources import SLOT, ModelSource, PassWatch, PriorSource
 
 
@@ -28,7 +29,8 @@ class Barrier(nn.Module):
         weight: $\lambda$, a number, a schedule or a controller.
         penalty: Name of the penalty.
         target_margin: $m^*$ in nats, for `hinge`.
-        positions: Number of positions drawn of each sequence; None: all.
+        positions: Number of positions drawn of each sequence, or `support` for candidates; None: all.
+        candidates: Number of candidates of each sequence.
         seed: Seed of the positions.
     """
 
@@ -38,11 +40,12 @@ class Barrier(nn.Module):
         weight: Weight,
         penalty: str,
         target_margin: float,
-        positions: int | None,
+        positions: int | str | None,
+        candidates: int,
         seed: int,
     ) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.candidates = source, candidates
         self.weight, self.penalty, self.target_margin, self.positions = weight, penalty, target_margin, positions
         # Tensors on the host, and no buffers: to the compiler a number that changes at every step is a new program at
         # every step, and one on the device would have to be waited for.
@@ -74,7 +77,7 @@ class Barrier(nn.Module):
         states = self.source.states()
         query = states[0].query
         real = states[0].valid if states[0].valid is not None else torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)
-        positions = None if self.positions is None else self._draw(real, self.positions)  # type: ignore[call-arg,arg-type]
+        chosen = self._chosen(states, real)
         if num_items is None or labels is None:
             share = real.sum(-1).to(query) / real.sum().clamp_min(1)
         else:
@@ -82,18 +85,28 @@ class Barrier(nn.Module):
             # batch; the penalty is split alike, each sequence weighing as much as its items, so that any split has the
             # same gradient.
             share = (labels != -100).flatten(1).sum(-1).to(query) / _on(num_items, query.device)
-        valid = real if positions is None else real.gather(1, positions)
-        weight = token_weights(valid, share) / len(states)
-        function = margin_penalty(self.penalty, self.target_margin)
-        found = [_weighted_penalty(state, weight, function, self.source.view, positions) for state in states]
-        penalty = torch.stack([value.to(query.device) for value, _ in found]).sum()
-        if isinstance(self.source, PriorSource) and self.penalty == "map":
-            error = self.source.squared_error(states[0], positions)
-            penalty = penalty + (weight * error).sum() / (2 * self.source.law.noise_scale.detach() ** 2)
-        self._note([margins for _, margins in found], penalty)
+        function, terms, seen = margin_penalty(self.penalty, self.target_margin), [], []
+        for state, positions in zip(states, chosen, strict=True):
+            weight = token_weights(real if positions is None else real.gather(1, positions), share) / len(states)
+            value, margins = _weighted_penalty(state, weight, function, self.source.view, positions)
+            if isinstance(self.source, PriorSource) and self.penalty == "map":
+                error = self.source.squared_error(state, positions)
+                value = value + (weight * error).sum() / (2 * self.source.law.noise_scale.detach() ** 2)
+            terms.append(value.to(query.device))
+            seen.append(margins)
+        penalty = torch.stack(terms).sum()
+        self._note(seen, penalty)
         self.steps, self.counted = self.steps + 1, self.counted + 1
         self.source.forget()
         return penalty
+
+    def _chosen(self, states: Sequence[AttentionState], real: Tensor) -> list[Tensor | None]:
+        """The positions that count in each state: all, a draw that layers share, or candidates of each layer."""
+        if self.positions is None:
+            return [None] * len(states)
+        if self.positions == "support":
+            return [support_candidates(state, self.candidates, self.source.view) for state in states]
+        return [self._draw(real, self.positions)] * len(states)  # type: ignore[call-arg,arg-type]
 
     @torch.compiler.disable
     def _draw(self, valid: Tensor, count: int) -> Tensor:
