@@ -76,7 +76,8 @@ def reproduce(
     `folder` then holds `preset.json`, `runs/ARM-seedN/` (stock checkpoints), `measured/`, `log.jsonl` (one line a run,
     with its time), `report.json` and `report.html`, `reproduction.json` and `reproduction.md`, `degradation.png`, and
     `path.png` where the preset has a path. Seed after seed is trained, and each run goes on from its last checkpoint.
-    Started again with the same preset on the same machine it writes the same bytes, the log apart.
+    Started again with the same preset on the same machine, with as many threads, it writes the same bytes, the log
+    apart.
 
     Args:
         preset: The experiment.
