@@ -7,7 +7,7 @@ $$ \underbrace{6\, H S R_v R}_{\text{covariance}} + \underbrace{6\, H R_v R K}_{
    \underbrace{6\, K^2 (H + 4)}_{\text{low rank}} + \underbrace{2 K^3}_{\text{elimination}}, $$
 
 and $12\, D\, H R_v\, D$ for $W_O$ where $H R_v > D$; for the law $6 S R^2 + 2 R^3$. The plain step is $6 N$ a token and
-$12\, L\, H R\, S$ for its attention.
+$12\, L\, H R\, T$ for its attention.
 """
 
 __all__ = ["SHAPES", "Ceilings", "Counts", "Plan", "Shape", "barrier_counts", "plain_counts", "plan_step", "shape_of"]
@@ -165,9 +165,11 @@ def plain_counts(shape: Shape, batch: int, length: int, *, item: int = 4) -> Cou
     """
     tokens = batch * length
     matrices = shape.layers * shape.block_parameters + shape.vocabulary * shape.width
-    attention = 12 * shape.layers * shape.heads * shape.head_width * length * tokens / 2
-    # Around the products of a block: norms, residuals, rotations, activation, each read and written in both passes.
-    wide = 18 * shape.width + (10 if shape.gated else 8) * shape.mlp_width
+    # The whole square: the half that a causal kernel leaves out pays for its softmax, forward and again backward.
+    attention = 12 * shape.layers * shape.heads * shape.head_width * length * tokens
+    # Around the products of a block, read and written, forward and backward: two norms (10), two sums (6), heads in and
+    # out of their layout (16), rotation or bias (8); the activation (20), and where it is gated a product (8).
+    wide = 40 * shape.width + (28 if shape.gated else 20) * shape.mlp_width
     logits = 8 * shape.vocabulary
     moved = item * (tokens * (shape.layers * wide + logits) + 10 * shape.parameters)
     kept = shape.layers * (8 * shape.width + 3 * shape.mlp_width) + 3 * shape.vocabulary
@@ -204,8 +206,10 @@ def barrier_counts(
         side = min(rank, shape.width)
         covariance = 6 * reach * side * side
         project = 12 * shape.width * side * batch * length
-        # Outer products of keys, covariance, elimination by blocks of 8, gradient; queries and keys.
-        moved = item * (count * side * side * 16 + batch * length * side * side * 6)
+        # Of each matrix: covariance in key blocks (2 a block, forward), transposition, elimination in blocks of 8 (6
+        # each), trial, gradient in key blocks; of each key: outer products twice, and the gradient by it.
+        passes = 4 * math.ceil(reach / _CAUSAL_KEYS) + 32
+        moved = item * (count * side * side * passes + batch * length * side * side * 8)
         held = item * (6 * 2**19 + 3 * batch * length * (shape.width + 2 * side))
         return Counts(covariance * count + project, 2.0 * side**3 * count, side, moved, held)
     if source != "model":
