@@ -12,6 +12,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     jacobian       diagonal Jacobian blocks, dense or reduced
     margins        Margins, attention_slogdet, attention_margins
     fused          a penalty and its gradient in one pass over chunks
+    screen         which positions to look at first, at a small part of the cost
     barrier        penalties of margins, schedules of their weight, the controller that holds a margin
     law            EmbeddingPrior, the paper's law: density, sampling, certificates, depth
     filtering      particle filter over latent embeddings
@@ -49,6 +50,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     analysis       text -> MarginReport: the margins of a model's own attention
     explorer       local web page over analysis (optional extra)
     experiment     runs from end to end: train, evaluate, report
+    bench          speed and memory beside peers; plans past this machine
     lab            presets of experiments, resumed arm by arm, beside the paper's figures
     cli            the command line, one verb a function
     __main__       python -m support_tokens
