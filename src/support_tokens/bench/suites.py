@@ -95,6 +95,7 @@ class _Run:
             for name, options in {
                 "prior, all positions": {"source": "prior"},
                 f"prior, {some} positions": {"source": "prior", "positions": some},
+                f"prior, {some} candidates": {"source": "prior", "positions": "support", "candidates": some},
                 "model, all positions": {"source": "model"},
                 f"model, {some} positions": {"source": "model", "positions": some},
             }.items():
