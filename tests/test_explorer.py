@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -177,7 +178,9 @@ def ask(method="GET", path="/", headers=(("host", "127.0.0.1:7860"),), body=b"",
         "type": "http", "method": method, "path": path,
         "headers": [(name.encode(), value.encode()) for name, value in headers],
     }  # fmt: skip
-    asyncio.run(Guard(app, hosts)(scope, receive, send))
+    # In a thread of its own: Playwright leaves a running loop in the one that other tests drove the browser from.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(Guard(app, hosts)(scope, receive, send))).result()
     return sent[0]["status"], dict(sent[0]["headers"]), read
 
 

@@ -63,7 +63,7 @@ def watch(browser) -> Iterator:
         context = browser.new_context(
             viewport={"width": width, "height": 844}, color_scheme=scheme, has_touch=width < 500, **options
         )
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)  # a machine may be busy; nothing is waited for longer than it takes
         contexts.append(context)
         return Watched(context.new_page())
 
