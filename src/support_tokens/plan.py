@@ -50,6 +50,9 @@ class TrainingPlan:
     device: str = _option(
         "auto", "where to train: an accelerator if there is one, or the processor", choices=("auto", "cpu")
     )
+    threads: int = _option(
+        0, "threads of torch on a processor, on which the last bits depend; 0 leaves torch its choice"
+    )
     log_every: int = _option(50, "steps between rows of metrics.jsonl", least=1)
     evaluate_every: int = _option(500, "steps between looks at the validation text", least=1)
     evaluate_windows: int = _option(64, "windows of the validation text in one look, spread evenly", least=1)
@@ -102,7 +105,9 @@ PLANS: dict[str, TrainingPlan] = {
     # Small batches and a high rate: within minutes it is the number of steps that takes a model of characters past the
     # plateau of pairs of letters.
     "demo": TrainingPlan(
+        # One thread: products this small gain little from a second, and lose much where another program has the core.
         width=96, batch_size=8, steps=1000, learning_rate=4e-3, evaluate_every=250, evaluate_windows=64, save_every=250,
+        threads=1,
     ),
     "small": TrainingPlan(),
     "tiny": TrainingPlan(

@@ -1,6 +1,14 @@
 """SmallGPT: a small GPT-2 of stock transformers that reads and writes single characters."""
 
-__all__ = ["character_tokenizer", "encode", "load_small_gpt", "quiet_transformers", "small_gpt", "unknown_rate"]
+__all__ = [
+    "character_tokenizer",
+    "encode",
+    "load_small_gpt",
+    "quiet_transformers",
+    "small_gpt",
+    "torch_threads",
+    "unknown_rate",
+]
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,6 +202,23 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Within it torch uses `count` threads; 0 leaves its choice.
+
+    Example:
+        >>> with torch_threads(1):
+        ...     torch.get_num_threads()
+        1
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _with_loss(model):

@@ -25,7 +25,14 @@ from support_tokens.corpora import Corpus, Windows
 from support_tokens.errors import ArgumentError, DataError, RunFolderError, TrainingError
 from support_tokens.plan import TrainingPlan
 from support_tokens.run_folder import RunFolder, read_json, replace_folder, write_json
-from support_tokens.small_gpt import character_tokenizer, encode, quiet_transformers, small_gpt, unknown_rate
+from support_tokens.small_gpt import (
+    character_tokenizer,
+    encode,
+    quiet_transformers,
+    small_gpt,
+    torch_threads,
+    unknown_rate,
+)
 from support_tokens.trainer_callbacks import (
     CheckpointSeal,
     MetricsWriter,
@@ -131,7 +138,7 @@ def train(
     attachment = arm.attach(model, seed=plan.seed)
     stop = StopAtInterrupt()
     bar = ProgressBar(arm.name) if progress else None
-    with quiet_transformers(), _tensorboard_folder(run.path / "tensorboard"):
+    with torch_threads(plan.threads), quiet_transformers(), _tensorboard_folder(run.path / "tensorboard"):
         trainer = _Trainer(
             model=model,
             args=_arguments(plan, run, tensorboard=tensorboard, **attachment.arguments),
@@ -168,7 +175,7 @@ def train(
         parameters=parameters,
         validation_bpc=validation,
         unknown={split: unknown_rate(tokenizer, ids[split]) for split in ("validation", "test")},
-        threads=torch.get_num_threads(),
+        threads=plan.threads or torch.get_num_threads(),
     )
     write_json(run.path / "result.json", {**dataclasses.asdict(result), "folder": "."})
     shutil.rmtree(run.checkpoints, ignore_errors=True)

@@ -13,6 +13,7 @@ from support_tokens.plan import TrainingPlan
 from support_tokens.report import render_html
 from support_tokens.results import RobustnessReport
 from support_tokens.run_folder import write_text
+from support_tokens.small_gpt import torch_threads
 from support_tokens.training import train_arms
 
 
@@ -50,7 +51,8 @@ def run_experiment(
         )
     corpus = load_corpus(corpus_name, plan.context)
     results = train_arms(plan, corpus, arms, folder, resume=resume, force=force, progress=progress)
-    report = evaluate_runs([result.folder for result in results.values()], sequences=sequences, progress=progress)
+    with torch_threads(plan.threads):
+        report = evaluate_runs([result.folder for result in results.values()], sequences=sequences, progress=progress)
     write_report(report, folder)
     return report
 
