@@ -3,8 +3,8 @@
     python scripts/fetch_smollm2.py
     python experiments/finetune_smollm2/run.py
 
-Writes `result.json` beside this file: held-out cross-entropy and margins of layer 0 before and after. It is an example of the
-way of training, with one seed and few steps, and no claim about the method.
+Writes `result.json` beside this file: held-out cross-entropy and margins of layer 0 before and after. It is an example
+of the way of training, with one seed and few steps, and no claim about the method.
 """
 
 import argparse
