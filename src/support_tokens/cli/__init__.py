@@ -6,6 +6,8 @@ import sys
 
 from support_tokens.errors import SupportTokensError
 
+INTERRUPTED = "interrupted; where a verb has --resume, that goes on from the last good state."
+
 
 def main() -> None:
     """Runs the verb that the command line names; an error becomes one sentence, never a traceback."""
@@ -23,12 +25,14 @@ def main() -> None:
     except OSError as error:
         where = error.filename or "a file"
         _end(f"'{where}' cannot be read or written ({error.strerror or error}); free space or check permissions.", 1)
+    except KeyboardInterrupt as interrupt:  # while the verbs are being imported
+        _end(str(interrupt) or INTERRUPTED, 130)
     except SystemExit as ended:
         # Typer ends an interrupted verb without a word; what was raised still hangs on its exit.
         interrupt = _cause(ended, KeyboardInterrupt)
         if interrupt is None:
             raise
-        _end(str(interrupt) or "interrupted; where a verb has --resume, that goes on from the last good state.", 130)
+        _end(str(interrupt) or INTERRUPTED, 130)
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
