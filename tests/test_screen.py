@@ -1,8 +1,10 @@
 """The screen for support tokens: first order exact for the law, deterministic, and worth more than chance."""
 
+import pytest
 import torch
 from torch.testing import assert_close
 
+from barrier_models import attached, batch, language_model
 from support_tokens.attention import state_from_weights
 from support_tokens.jacobian import JacobianBlocks
 from support_tokens.margins import state_margins
@@ -57,3 +59,27 @@ def test_screen_of_a_models_own_attention_is_its_own_value_part() -> None:
     assert score.shape == (3, 6)
     assert not score[1, -2:].any()
     assert_close(first_order_margins(state), -score)
+
+
+def test_candidates_are_what_can_be_ranked_and_only_that_counts() -> None:
+    segments = torch.tensor([[0] * 6, [0, 0, 0, 1, 1, 1]])  # rankable: 2 to 5, and the third of each document
+    state = law_state(2, 6, segments=segments)
+    found = support_candidates(state, 4)
+    assert found[0].tolist() == [2, 3, 4, 5]
+    assert {2, 5} < set(found[1].tolist())
+    assert_close(gradient_share(state, found), torch.ones((), dtype=torch.float64))
+    empty = torch.tensor([[0, 1], [0, 1]])
+    assert gradient_share(state, empty) == 0
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_barrier_is_the_mean_over_rankable_candidates(count: int) -> None:
+    model, data = language_model(), batch(3, 5)
+    handle = attached(model, positions="support", candidates=count, penalty="hinge", target_margin=5.0)
+    seen = []
+    model.transformer.h[0].register_forward_pre_hook(lambda _m, args: seen.append(args[0].detach()))
+    model(**data)
+    state = handle.law.state(seen[0])
+    exact, positions = state_margins(state).log_abs_det, support_candidates(state, count)
+    wanted = [(5.0 - m[p[p >= 2]]).clamp_min(0).mean() for m, p in zip(exact, positions, strict=True)]
+    assert handle.last["penalty"] == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-9)

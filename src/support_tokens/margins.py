@@ -8,6 +8,7 @@ __all__ = [
     "margins_at",
     "margins_of",
     "position_chunks",
+    "rankable_positions",
     "state_margins",
     "view_sign",
 ]
@@ -221,7 +222,9 @@ def margins_of(
         with full_precision(state.query):
             return torch.cat([sigma_min(identity + view_sign(view) * blocks.dense(rows)) for rows in chunks], dim=1)
 
-    return Margins(sign, log_abs_det, take(_valid(state), every, 1), take(_rankable(state), every, 1), smallest)
+    return Margins(
+        sign, log_abs_det, take(_valid(state), every, 1), take(rankable_positions(state), every, 1), smallest
+    )
 
 
 def _valid(state: AttentionState) -> Tensor:
@@ -230,7 +233,14 @@ def _valid(state: AttentionState) -> Tensor:
     return torch.ones(state.batch, state.length, dtype=torch.bool, device=state.query.device)
 
 
-def _rankable(state: AttentionState) -> Tensor:
+def rankable_positions(state: AttentionState) -> Tensor:
+    r"""Valid positions whose margin is not 0 by structure, `(B, T)`: under a strict mask those with two keys or more.
+
+    Example:
+        >>> x, w = torch.randn(1, 4, 4), torch.randn(1, 3, 4)
+        >>> rankable_positions(state_from_weights(x, w, w))
+        tensor([[False, False,  True,  True]])
+    """
     valid = _valid(state)
     if not state.strict:
         return valid

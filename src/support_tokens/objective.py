@@ -16,7 +16,7 @@ from support_tokens.attention import AttentionState
 from support_tokens.barrier import MarginController, Weight, margin_penalty, sample_positions, token_weights
 from support_tokens.errors import CaptureError
 from support_tokens.fused import fused_penalty
-from support_tokens.margins import Margins, state_margins
+from support_tokens.margins import Margins, rankable_positions, state_margins
 from support_tokens.screen import support_candidates
 from support_tokens.sources import SLOT, ModelSource, PassWatch, PriorSource
 
@@ -86,8 +86,8 @@ class Barrier(nn.Module):
             # same gradient.
             share = (labels != -100).flatten(1).sum(-1).to(query) / _on(num_items, query.device)
         function, terms, seen = margin_penalty(self.penalty, self.target_margin), [], []
-        for state, positions in zip(states, chosen, strict=True):
-            weight = token_weights(real if positions is None else real.gather(1, positions), share) / len(states)
+        for state, (positions, counting) in zip(states, chosen, strict=True):
+            weight = token_weights(counting, share.to(counting.device)) / len(states)
             value, margins = _weighted_penalty(state, weight, function, self.source.view, positions)
             if isinstance(self.source, PriorSource) and self.penalty == "map":
                 error = self.source.squared_error(state, positions)
@@ -100,13 +100,16 @@ class Barrier(nn.Module):
         self.source.forget()
         return penalty
 
-    def _chosen(self, states: Sequence[AttentionState], real: Tensor) -> list[Tensor | None]:
-        """The positions that count in each state: all, a draw that layers share, or candidates of each layer."""
+    def _chosen(self, states: Sequence[AttentionState], real: Tensor) -> list[tuple[Tensor | None, Tensor]]:
+        """The positions of each state, and which of them count and do not only fill a row: all, a draw that layers
+        share, or candidates of each layer."""
         if self.positions is None:
-            return [None] * len(states)
+            return [(None, real)] * len(states)
         if self.positions == "support":
-            return [support_candidates(state, self.candidates, self.source.view) for state in states]
-        return [self._draw(real, self.positions)] * len(states)  # type: ignore[call-arg,arg-type]
+            found = [support_candidates(state, self.candidates, self.source.view) for state in states]
+            return [(p, rankable_positions(state).gather(1, p)) for state, p in zip(states, found, strict=True)]
+        drawn = self._draw(real, self.positions)  # type: ignore[call-arg,arg-type]
+        return [(drawn, real.gather(1, drawn))] * len(states)
 
     @torch.compiler.disable
     def _draw(self, valid: Tensor, count: int) -> Tensor:

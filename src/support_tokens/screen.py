@@ -18,7 +18,7 @@ from support_tokens.attention import AttentionState
 from support_tokens.inverse import slogdet_and_inverse
 from support_tokens.jacobian import JacobianBlocks
 from support_tokens.logdet import full_precision
-from support_tokens.margins import view_sign
+from support_tokens.margins import rankable_positions, view_sign
 from support_tokens.moments import attention_weights
 
 
@@ -45,10 +45,10 @@ def first_order_margins(state: AttentionState, view: str = "noise") -> Tensor:
 
 
 def support_candidates(state: AttentionState, count: int, view: str = "noise") -> Tensor:
-    """The `count` valid positions of each sequence whose first-order margin is smallest, in order of position.
+    """The `count` rankable positions of each sequence whose first-order margin is smallest, in order of position.
 
-    Deterministic: ties go to the earlier position. A sequence with fewer valid positions gets, to fill the row,
-    positions that are not valid.
+    Deterministic: ties go to the earlier position. A sequence with fewer rankable positions (see `Margins`) gets, to
+    fill the row, positions that are not rankable.
 
     Args:
         state: What a layer did to a batch.
@@ -67,9 +67,7 @@ def support_candidates(state: AttentionState, count: int, view: str = "noise") -
         >>> support_candidates(state_from_weights(x, w, w), 2).shape
         torch.Size([2, 2])
     """
-    score = first_order_margins(state, view)
-    if state.valid is not None:
-        score = score.masked_fill(~state.valid, torch.inf)
+    score = first_order_margins(state, view).masked_fill(~rankable_positions(state), torch.inf)
     order = score.sort(dim=-1, stable=True).indices[:, : min(count, state.length)]
     return order.sort(dim=-1).values
 
@@ -77,7 +75,8 @@ def support_candidates(state: AttentionState, count: int, view: str = "noise") -
 def gradient_share(state: AttentionState, positions: Tensor, view: str = "noise") -> Tensor:
     r"""Share of the gradient norm that `positions` carry: $\sum_{t \in P} |J_t^{-T}|_F / \sum_t |J_t^{-T}|_F$.
 
-    Exact, at the full cost of all positions: what a user is told once, not at every step.
+    Both sums are over rankable positions: where the margin is 0 by structure, no gradient moves it. Exact,
+    at the full cost of all positions: what a user is told once, not at every step.
 
     Args:
         state: What a layer did to a batch.
@@ -101,8 +100,7 @@ def gradient_share(state: AttentionState, positions: Tensor, view: str = "noise"
             identity = torch.eye(part.shape[-1], dtype=part.dtype, device=part.device)
             norms.append(slogdet_and_inverse(identity + view_sign(view) * part)[2].flatten(2).norm(dim=-1))
         norm = torch.cat(norms, dim=1)
-    if state.valid is not None:
-        norm = norm.masked_fill(~state.valid, 0.0)
+    norm = norm.masked_fill(~rankable_positions(state), 0.0)
     return norm.gather(1, positions).sum() / norm.sum()
 
 
