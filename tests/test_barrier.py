@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from barrier_models import attached, batch, language_model
 from naive import textbook_slogdet
 from support_tokens import ArgumentError, MarginController, WarmupSchedule, attention_margins
 from support_tokens.barrier import PENALTIES, per_token_penalty, sample_positions, weighted_mean
@@ -187,3 +188,51 @@ def test_a_controller_goes_on_from_a_saved_weight() -> None:
     for controller in (first, second):
         controller.update(torch.tensor(0.4))
     assert torch.equal(first(0), second(0))
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "1", None, True])
+def test_schedules_and_controllers_of_no_weight_are_refused(value) -> None:
+    for make in (
+        lambda: WarmupSchedule(peak=value),
+        lambda: WarmupSchedule(peak=0.1, warmup=value),
+        lambda: MarginController(target=1.0, initial=value),
+        lambda: MarginController(target=1.0, rate=value),
+        lambda: MarginController(target=1.0, bounds=(value, 1.0)),
+    ):
+        with pytest.raises(ArgumentError, match="finite number") as refusal:
+            make()
+        assert "\n" not in str(refusal.value)
+    if value != -1.0:
+        with pytest.raises(ArgumentError, match="target of a MarginController must be a finite number"):
+            MarginController(target=value)
+
+
+@pytest.mark.parametrize("mean", [math.nan, math.inf, -math.inf])
+def test_a_controller_ignores_a_mean_that_is_no_number(mean: float) -> None:
+    controller, other = (MarginController(target=1.0, initial=0.1, rate=0.5) for _ in range(2))
+    controller.update(torch.tensor(mean))
+    assert float(controller(0)) == pytest.approx(0.1)
+    for one in (controller, other):
+        one.update(torch.tensor(0.0))
+    assert torch.equal(controller(1), other(1))
+
+
+@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf, "much", None, torch.tensor(-1.0), torch.ones(2)])
+def test_a_schedule_that_gives_no_weight_is_refused_at_that_step(bad) -> None:
+    model, data = language_model(), batch()
+    attached(model, weight=lambda step: 0.5 if step < 1 else bad)
+    model(**data)
+    with pytest.raises(ArgumentError, match=r"the schedule of the weight must give .* at step 1") as refusal:
+        model(**data)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_smallest_margin_is_that_of_positions_that_can_be_ranked() -> None:
+    model, data = language_model(), batch()
+    handle = attached(model)
+    with torch.no_grad():
+        handle.law.w_q.copy_(-handle.law.w_k)  # tr(Sigma A) < 0: every margin that is not 0 by structure is positive
+    model(**data)
+    assert handle.last["log_margin_min"] > 0
+    model(**{name: ids[:, :2] for name, ids in data.items()})
+    assert handle.last["log_margin_min"] == 0

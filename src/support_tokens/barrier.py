@@ -4,6 +4,7 @@ __all__ = [
     "PENALTIES",
     "MarginController",
     "WarmupSchedule",
+    "checked_step_weight",
     "margin_penalty",
     "per_token_penalty",
     "sample_positions",
@@ -14,6 +15,7 @@ __all__ = [
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -139,6 +141,9 @@ class WarmupSchedule:
     r"""$\lambda$ that rises linearly over `warmup` steps and then follows a cosine from `peak` to `final` at `total`
     steps.
 
+    Raises:
+        ArgumentError: A number is negative or not finite.
+
     Example:
         >>> schedule = WarmupSchedule(peak=0.1, warmup=10, total=100)
         >>> schedule(0), schedule(10), round(schedule(100), 3)
@@ -149,6 +154,15 @@ class WarmupSchedule:
     warmup: int = 0
     total: int | None = None
     final: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("peak", "warmup", "total", "final"):
+            value = getattr(self, name)
+            if not ((_is_finite(value) and value >= 0) or (value is None and name in ("total", "final"))):
+                raise ArgumentError(
+                    f"{name} of a WarmupSchedule must be a finite number of at least 0, received {value!r}; pass "
+                    f"peak=0.02, warmup=100, say."
+                )
 
     def __call__(self, step: int) -> float:
         """The weight at a training step."""
@@ -172,6 +186,9 @@ class MarginController:
         rate: $\eta$, per step.
         bounds: $\lambda_{\min} > 0$ and $\lambda_{\max}$.
 
+    Raises:
+        ArgumentError: A number is not finite, or out of its range.
+
     Example:
         >>> controller = MarginController(target=1.0, initial=0.01, rate=0.1)
         >>> controller.update(torch.tensor(0.0))
@@ -182,6 +199,19 @@ class MarginController:
     def __init__(
         self, target: float, initial: float = 0.01, rate: float = 0.01, bounds: tuple[float, float] = (1e-5, 1.0)
     ) -> None:
+        low, high = bounds
+        for name, value, least in (("target", target, -math.inf), ("initial", initial, 0), ("rate", rate, 0)):
+            if not (_is_finite(value) and value >= least):
+                required = "a finite number" if name == "target" else "a finite number of at least 0"
+                raise ArgumentError(
+                    f"{name} of a MarginController must be {required}, received {value!r}; pass target=1.0, "
+                    f"initial=0.01, rate=0.01, say."
+                )
+        if not (_is_finite(low) and _is_finite(high) and 0 < low <= high):
+            raise ArgumentError(
+                f"bounds of a MarginController must be two finite numbers, 0 < lowest <= highest, received {bounds!r}; "
+                f"pass (1e-5, 1.0), say."
+            )
         self.target, self.rate, self.bounds = target, rate, bounds
         # A tensor, so that the update needs no host synchronisation.
         self._weight = torch.tensor(float(initial))
@@ -195,10 +225,38 @@ class MarginController:
         self._weight = weight.detach().clone()
 
     def update(self, mean_log_margin: Tensor) -> None:
-        """One step of dual ascent from the mean log margin of a training step."""
+        """One step of dual ascent from the mean log margin of a training step; none where that is not finite."""
         excess = (self.target - mean_log_margin.detach()) * self.rate
-        self._weight = (self._weight.to(excess.device) * excess.exp()).clamp(*self.bounds)
+        weight = self._weight.to(excess.device)
+        # NaN would stay for good: a weight that was NaN once is NaN times anything.
+        moved = (weight * excess.exp()).clamp(*self.bounds)
+        self._weight = torch.where(mean_log_margin.detach().isfinite() & moved.isfinite(), moved, weight)
 
 
 Weight = float | Callable[[int], "float | Tensor"]
 """A constant, a schedule of the step, or a `MarginController`."""
+
+
+def checked_step_weight(value: object, step: int) -> Tensor:
+    r"""What a schedule gave as $\lambda$ at a step, if it can be one; a tensor on a device is not waited for.
+
+    Raises:
+        ArgumentError: It is no finite number of at least 0.
+
+    Example:
+        >>> checked_step_weight(0.5, 3)
+        tensor(0.5000)
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        if value.device.type != "cpu" or (_is_finite(value.item()) and value.item() >= 0):
+            return value.reshape(())
+    elif _is_finite(value) and value >= 0:  # type: ignore[operator]
+        return torch.tensor(float(value))  # type: ignore[arg-type]
+    raise ArgumentError(
+        f"the schedule of the weight must give a finite number of at least 0 at every step, received {value!r} at step "
+        f"{step}; clamp it to max(0.0, value), say."
+    )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from support_tokens.attention import AttentionState
-from support_tokens.barrier import MarginController, Weight, margin_penalty, sample_positions, token_weights
+from support_tokens.barrier import (
+    MarginController,
+    Weight,
+    checked_step_weight,
+    margin_penalty,
+    sample_positions,
+    token_weights,
+)
 from support_tokens.errors import CaptureError
 from support_tokens.fused import fused_penalty
 from support_tokens.margins import Margins, rankable_positions, state_margins
@@ -61,7 +68,7 @@ class Barrier(nn.Module):
 
     @torch.compiler.disable
     def _scheduled_weight(self) -> Tensor:
-        return torch.as_tensor(self.weight(int(self.steps)))  # type: ignore[operator]
+        return checked_step_weight(self.weight(int(self.steps)), int(self.steps))  # type: ignore[operator]
 
     def mean_penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
         """Mean penalty of the last forward pass, a scalar with gradient; recorded without host synchronisation, and the
@@ -122,11 +129,14 @@ class Barrier(nn.Module):
 
         valid, log_abs_det = joined(lambda m: m.valid), joined(lambda m: m.log_abs_det)
         count = valid.sum().clamp_min(1)
+        # Margins that are 0 by structure would hide the smallest one, unless there are no others.
+        rankable = joined(lambda m: m.rankable)
+        ranked = torch.where(rankable.any(), rankable, valid)
         mean = log_abs_det.masked_fill(~valid, 0.0).sum() / count
         self.record = {
             "penalty": penalty.detach(),
             "log_margin_mean": mean,
-            "log_margin_min": log_abs_det.masked_fill(~valid, math.inf).min(),
+            "log_margin_min": log_abs_det.masked_fill(~ranked, math.inf).min(),
             "negative_share": ((joined(lambda m: m.sign) < 0) & valid).sum() / count,
         }
         if isinstance(self.weight, MarginController):
