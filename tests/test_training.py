@@ -361,3 +361,21 @@ def test_a_corrupt_result_is_refused(tmp_path: Path):
     with pytest.raises(RunFolderError, match="lacks"):
         read_result(tmp_path)
     assert read_json(tmp_path / "config.json")["arm"] == {"name": "ce"}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is what must be missing")
+def test_bfloat16_trains_on_the_processor_where_there_is_no_accelerator(tmp_path: Path):
+    for device in ("auto", "cpu"):
+        run(tmp_path / device, changed=plan(device=device, precision="bfloat16"))
+    assert_same_bits(weights(tmp_path / "auto"), weights(tmp_path / "cpu"))
+
+
+def test_what_a_run_writes_has_the_mode_of_ordinary_files(tmp_path: Path):
+    before = os.umask(0o022)
+    try:
+        run(tmp_path / "run", Barrier(weight=0.1))
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"model.safetensors", "barrier.safetensors"} <= {path.name for path in files}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o644" for path in files}

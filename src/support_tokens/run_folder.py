@@ -145,7 +145,9 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
         raise _unwritable(path, error) from error
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())
+        # What safetensors writes, its owner alone can read; a result is an ordinary file.
+        for entry in (temporary, *temporary.rglob("*")):
+            entry.chmod((0o777 if entry.is_dir() else 0o666) & ~_umask())
         if path.exists():
             shutil.rmtree(path)
         os.replace(temporary, path)
@@ -237,6 +239,8 @@ class RunFolder:
             RunFolderError: It is no folder of a run, or its `config.json` cannot be read.
         """
         folder = cls(Path(path))
+        if folder.path.is_file():
+            raise RunFolderError(f"'{path}' is a file, where the folder of a run is required; pass that folder.")
         if not folder.path.is_dir():
             raise RunFolderError(f"there is no run folder '{path}'; train one first, or check the path.")
         folder.config()

@@ -121,9 +121,11 @@ def train(
             f"the train part of corpus '{corpus.name}' gives {len(windows)} windows of {plan.context} characters "
             f"where one step needs {plan.batch_size * plan.accumulation}; pass a longer text, or a smaller batch."
         )
-    run = _folder(plan, corpus, arm, Path(folder), resume=resume, force=force)
-    if resume and (run.path / "result.json").exists():
-        return read_result(run.path)
+    path, config = Path(folder), {"plan": dataclasses.asdict(plan), "corpus": corpus.identity(), "arm": arm_config(arm)}
+    if resume:
+        _check_same(path, config)
+        if (path / "result.json").exists():
+            return read_result(path)
 
     set_seed(plan.seed)
     model = small_gpt(
@@ -136,12 +138,19 @@ def train(
     )
     parameters = model.num_parameters()
     attachment = arm.attach(model, seed=plan.seed)
+    run = RunFolder(path)
+    with quiet_transformers():
+        arguments = _arguments(plan, run, tensorboard=tensorboard, **attachment.arguments)
+    if not resume:
+        # Now that nothing about plan or arm can be wrong: a mistake neither leaves a folder nor costs an earlier run.
+        run = RunFolder.create(path, force=force)
+        write_json(run.path / "config.json", config)
     stop = StopAtInterrupt()
     bar = ProgressBar(arm.name) if progress else None
     with torch_threads(plan.threads), quiet_transformers(), _tensorboard_folder(run.path / "tensorboard"):
         trainer = _Trainer(
             model=model,
-            args=_arguments(plan, run, tensorboard=tensorboard, **attachment.arguments),
+            args=arguments,
             train_dataset=windows,
             eval_dataset=Windows(ids["validation"], plan.context, limit=plan.evaluate_windows),
             processing_class=tokenizer,
@@ -304,26 +313,20 @@ def _last_validation_loss(trainer: Trainer) -> float:
     return trainer.evaluate()["eval_loss"]
 
 
-def _folder(plan: TrainingPlan, corpus: Corpus, arm: Arm, path: Path, *, resume: bool, force: bool) -> RunFolder:
-    config = {"plan": dataclasses.asdict(plan), "corpus": corpus.identity(), "arm": arm_config(arm)}
-    if resume:
-        run = RunFolder.open(path)
-        stored = run.config()
-        for part, wanted in config.items():
-            found = stored.get(part)
-            if found != wanted:
-                keys = sorted(key for key in wanted if not isinstance(found, dict) or found.get(key) != wanted[key])
-                raise ArgumentError(
-                    f"the run in '{path}' was begun with another {part} ({', '.join(keys)} differ); "
-                    "resume with the same, or train in another folder."
-                )
-        return run
-    run = RunFolder.create(path, force=force)
-    write_json(run.path / "config.json", config)
-    return run
+def _check_same(path: Path, config: Mapping[str, Any]) -> None:
+    stored = RunFolder.open(path).config()
+    for part, wanted in config.items():
+        found = stored.get(part)
+        if found != wanted:
+            keys = sorted(key for key in wanted if not isinstance(found, dict) or found.get(key) != wanted[key])
+            raise ArgumentError(
+                f"the run in '{path}' was begun with another {part} ({', '.join(keys)} differ); "
+                "resume with the same, or train in another folder."
+            )
 
 
 def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool, **of_arm: Any) -> TrainingArguments:
+    on_cpu = plan.device == "cpu" or not torch.accelerator.is_available()
     try:
         return TrainingArguments(
             output_dir=str(run.checkpoints),
@@ -340,8 +343,8 @@ def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool, **of_ar
             data_seed=plan.seed,
             bf16=plan.precision == "bfloat16",
             fp16=plan.precision == "float16",
-            use_cpu=plan.device == "cpu",
-            dataloader_pin_memory=torch.cuda.is_available() and plan.device != "cpu",
+            use_cpu=on_cpu,
+            dataloader_pin_memory=torch.cuda.is_available() and not on_cpu,
             logging_steps=plan.log_every,
             logging_nan_inf_filter=False,
             eval_strategy="steps",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from support_tokens.arms.contract import Attachment, option, require
@@ -19,6 +19,7 @@ from support_tokens.callbacks import BarrierCallback
 from support_tokens.errors import ArgumentError
 from support_tokens.logdet import full_precision
 from support_tokens.margins import state_margins
+from support_tokens.run_folder import write_bytes
 from support_tokens.sites import hook_embeddings
 
 
@@ -192,6 +193,6 @@ def repulsive_state(x: Tensor, coupling: float, valid: Tensor) -> AttentionState
 def _attachment(handle: BarrierHandle) -> Attachment:
     def save(folder: Path) -> None:
         weights = {key: value.detach().cpu().contiguous() for key, value in handle.state_dict().items()}
-        save_file(weights, folder / "barrier.safetensors")
+        write_bytes(folder / "barrier.safetensors", safetensors.save(weights))
 
     return Attachment(handle.remove, (BarrierCallback(handle),), save)
