@@ -219,6 +219,12 @@ def test_the_verb_plans_with_given_rates() -> None:
     assert isinstance(CliRunner().invoke(app, ["bench", "--plan", "8b", "--product", "1"]).exception, ArgumentError)
 
 
+def test_a_plan_that_is_asked_for_a_file_is_refused(tmp_path: Path) -> None:
+    out = CliRunner().invoke(app, ["bench", "--plan", "8b", "--out", str(tmp_path / "deep" / "r.json")])
+    assert isinstance(out.exception, ArgumentError) and "--out" in str(out.exception)
+    assert not list(tmp_path.iterdir())
+
+
 def test_law_penalty_runs_at_some_positions() -> None:
     law_penalty(2, 16, width=8, rank=4, positions=3)()
 

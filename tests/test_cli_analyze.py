@@ -163,3 +163,11 @@ def test_text_that_is_not_utf8(monkeypatch, capsys, tmp_path, model) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes("Grüße".encode("latin-1"))
     failed(run(monkeypatch, "analyze", "--model", model, "--text-file", path), capsys.readouterr(), "is not UTF-8")
+
+
+def test_a_separator_of_lines_within_a_text_ends_no_line(monkeypatch, tmp_path, model) -> None:
+    lines, out = tmp_path / "texts.jsonl", tmp_path / "report.json"
+    rows = [{"text": "a\u2028b\u0085c"}, {"text": "ab"}]
+    lines.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("utf-8"))
+    assert run(monkeypatch, "analyze", "--model", model, "--jsonl", lines, "--json", out) == 0
+    assert [len(entry.tokens) for entry in MarginReport.from_json(out).record.layers] == [5, 2]

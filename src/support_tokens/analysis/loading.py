@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support_tokens.devices import checked_device
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.small_gpt import load_small_gpt, quiet_transformers
 
@@ -30,15 +31,12 @@ def load_model(
         The model and its tokenizer.
 
     Raises:
-        ArgumentError: `dtype` or `device` is unknown.
+        ArgumentError: `dtype` or `device` is unknown, or this machine lacks the device.
         RunFolderError: There is no model, or it cannot be read.
     """
     if dtype not in _DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(_DTYPES)}, received {dtype!r}; choose one of them.")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(f"device must be one that torch knows, received {device!r}; try cpu or cuda.") from error
+    place = checked_device(device)
     folder = Path(model)
     if gguf_file is None and ((folder / "config.json").is_file() or (folder / "model").is_dir()):
         loaded, tokenizer = load_small_gpt(folder)

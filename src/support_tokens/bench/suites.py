@@ -21,6 +21,7 @@ from support_tokens.bench.tasks import (
     smollm2_task,
 )
 from support_tokens.capture import capture_attention
+from support_tokens.devices import checked_device
 from support_tokens.errors import ArgumentError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import state_margins
@@ -41,10 +42,11 @@ def run_suite(
         log: Told what begins.
 
     Raises:
-        ArgumentError: The suite is unknown.
+        ArgumentError: The suite is unknown, or the device cannot be used here.
     """
     if suite not in SUITES:
         raise ArgumentError(f"suite must be one of {', '.join(SUITES)}, received {suite!r}; choose one of them.")
+    checked_device(device)
     run = _Run(rounds, device, log)
     toy = suite == "smoke"
     run.small_gpt(batch=2 if toy else 16, length=32 if toy else 256)

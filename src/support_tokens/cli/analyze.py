@@ -69,7 +69,10 @@ def analyze(
     from rich.console import Console
 
     from support_tokens.analysis import MarginReport
+    from support_tokens.devices import checked_device
 
+    if record is None:
+        checked_device(device)
     outputs = [path for path in (json_, parquet, html, png, svg, compare_json, compare_html) if path is not None]
     for path in outputs:  # now, so that no analysis is lost for want of a folder
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +197,7 @@ def _texts(text: str | None, text_file: Path | None, jsonl: Path | None) -> dict
 
 def _lines(path: Path) -> dict[str, str | list[int]]:
     texts: dict[str, str | list[int]] = {}
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(_read(path).split("\n"), start=1):  # U+2028 may stand in a string
         if not line.strip():
             continue
         try:

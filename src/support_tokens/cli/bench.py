@@ -50,9 +50,19 @@ def bench(
     """Time the barrier beside its peers in one run, or plan its cost for a model that is not here."""
     import torch
 
+    from support_tokens.devices import checked_device
+
+    checked_device(device)  # before any folder is made
     if threads is not None:
         torch.set_num_threads(threads)
     if plan is not None:
+        given = (("--out", out), ("--table", table), ("--plot", plot), ("--record", record))
+        asked = [name for name, value in given if value is not None]
+        if asked:
+            raise ArgumentError(
+                f"--plan prints a prediction and writes no file, received {' and '.join(asked)} with it; leave "
+                "that out, or leave --plan out to measure."
+            )
         _plan(plan, batch, length, source, positions, devices, device, (product, elimination, memory))
         return
     from support_tokens.bench.record import BenchRecord, record_table, write_plot
