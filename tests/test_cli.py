@@ -211,3 +211,29 @@ def test_interrupt_ends_with_a_sentence_and_130(monkeypatch, capsys, tmp_path, t
     assert said.startswith("support-tokens: ")
     assert words in said
     assert "--resume" in said
+
+
+@pytest.mark.parametrize("more", [[], ["--force"]])
+def test_demo_goes_into_no_folder_that_is_not_its_own(monkeypatch, capsys, tmp_path, text, more) -> None:
+    page, trained = tmp_path / "page", tmp_path / "run"
+    page.mkdir()
+    (page / "report.html").write_text("mine")
+    assert run(monkeypatch, "train", "--data", text, "--arm", "ce", "--output", trained, *TINY) == 0
+    before = sorted(trained.rglob("*"))
+    capsys.readouterr()
+    for folder, strange in ((page, "report.html"), (trained, "config.json")):
+        words = ["demo", "--data", text, "--output", folder, *TINY, *more]
+        failed(run(monkeypatch, *words), capsys.readouterr(), str(folder), strange, "no part of an experiment")
+    assert [path.read_text() for path in page.iterdir()] == ["mine"]
+    assert sorted(trained.rglob("*")) == before
+
+
+def test_a_mistake_in_an_arm_leaves_no_folder_and_costs_no_run(monkeypatch, capsys, tmp_path, text) -> None:
+    words = ["train", "--data", text, "--output", tmp_path / "run", *TINY, "--arm"]
+    wrong = "barrier:source=model,layers=7"
+    assert run(monkeypatch, *words, wrong) == 1
+    assert not (tmp_path / "run").exists()
+    assert run(monkeypatch, *words, "ce") == 0
+    capsys.readouterr()
+    failed(run(monkeypatch, *words, wrong, "--force"), capsys.readouterr(), "layer")
+    assert (tmp_path / "run" / "model").is_dir()

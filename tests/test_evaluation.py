@@ -1,6 +1,7 @@
 """Evaluation from folders: runs under every family, models in bits per token, and nothing done twice."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -176,3 +177,53 @@ def test_models_of_two_tokenizers_are_refused(place):
         evaluate_models([place / "model0", place / "ce" / "model"], str(place / "text.txt"), progress=False)
     with pytest.raises(RunFolderError, match="there is no folder"):
         evaluate_models([place / "nowhere"], str(place / "text.txt"), progress=False)
+
+
+def test_a_context_that_a_model_cannot_read_is_refused_before_any_folder(place, tmp_path, monkeypatch, capsys):
+    words = ["evaluate", place / "model0", "--data", place / "text.txt", "--output", tmp_path / "a" / "b"]
+    assert command(monkeypatch, *words, "--sequences", 2, "--csv", tmp_path / "c" / "rows.csv") == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "context must be at most 32" in line and str(place / "model0") in line and "received 128" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["report.json", "report.html", "rows.csv"])
+def test_a_report_that_is_there_is_kept_without_force(place, tmp_path, monkeypatch, capsys, name):
+    (tmp_path / name).write_text("mine")
+    assert command(monkeypatch, "evaluate", place / "ce", "--output", tmp_path, "--csv", tmp_path / "rows.csv") == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"'{tmp_path / name}' exists" in line and "--force" in line
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_run_that_is_not_there_is_not_made(place, tmp_path, monkeypatch, capsys):
+    for wrong, says in ((tmp_path / "nofolder", "there is no run folder"), (place / "text.txt", "is a file")):
+        assert command(monkeypatch, "evaluate", wrong) == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert says in line and str(wrong) in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_arm_of_one_seed_twice_is_refused_before_it_is_measured(place, tmp_path, monkeypatch):
+    def measured(*_args, **_options):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(measuring, "measure", measured)
+    shutil.copytree(place / "ce", tmp_path / "copy")
+    with pytest.raises(ArgumentError, match=r"must differ in seed, .* of seed 0; leave one out"):
+        evaluate_runs([place / "ce", tmp_path / "copy"], progress=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device that must be missing")
+def test_a_device_that_this_machine_lacks_is_one_sentence(place, tmp_path, monkeypatch, capsys):
+    model, text = place / "model0", place / "text.txt"
+    for words in (
+        ["evaluate", model, "--data", text, "--output", tmp_path / "out", "--context", 16],
+        ["analyze", "--model", model, "--text", "abc", "--json", tmp_path / "out" / "record.json"],
+        ["bench", "--suite", "smoke", "--out", tmp_path / "out" / "record.json"],
+        ["bench", "--plan", "8b"],
+    ):
+        assert command(monkeypatch, *words, "--device", "cuda") == 1
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "device must be one of this machine" in line and "'cuda'" in line
+    assert not list(tmp_path.iterdir())

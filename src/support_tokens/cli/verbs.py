@@ -4,7 +4,8 @@ __all__ = ["app"]
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,10 +141,11 @@ def evaluate(
             "none; pass a folder for the report."
         )
     folder = runs[0] if output is None else output
-    if (folder / "report.json").exists() and not force:
-        raise RunFolderError(
-            f"'{folder / 'report.json'}' exists; choose another --output, or pass --force to replace it."
-        )
+    written = [(folder / "report.json", "--output"), (folder / "report.html", "--output")]
+    written += [] if csv is None else [(csv, "--csv")]
+    for path, option in written:
+        if path.exists() and not force:
+            raise RunFolderError(f"'{path}' exists; choose another {option}, or pass --force to replace it.")
     families = tuple(FAMILIES) if perturb == "all" else tuple(name.strip() for name in perturb.split(",") if name)
     options: dict[str, Any] = {
         "sequences": sequences,
@@ -154,17 +156,32 @@ def evaluate(
     }
     if any(models) and data is None:
         raise ArgumentError("--data is required to evaluate models, received none; pass a corpus or a text file.")
-    folder.mkdir(parents=True, exist_ok=True)  # now, so that no evaluation is lost for want of a folder
-    if data is not None and any(models):
-        made = evaluate_models(runs, data, context=context, structure=bool(structure), device=device, **options)
-    else:
-        made = evaluate_runs(runs, data=data, structure=structure is not False, **options)
-    page = write_report(made, folder)
-    if csv is not None:
-        csv.parent.mkdir(parents=True, exist_ok=True)
-        made.to_csv(csv)
+    # Made now, so that no evaluation is lost for want of a folder; a run folder is there, or it is no run folder.
+    with _made(*([] if output is None else [output]), *([] if csv is None else [csv.parent])):
+        if data is not None and any(models):
+            made = evaluate_models(runs, data, context=context, structure=bool(structure), device=device, **options)
+        else:
+            made = evaluate_runs(runs, data=data, structure=structure is not False, **options)
+        page = write_report(made, folder)
+        if csv is not None:
+            made.to_csv(csv)
     print_report(made)
     print(f"Report: {page}")
+
+
+@contextmanager
+def _made(*folders: Path) -> Iterator[None]:
+    """Makes folders with their parents, and takes those it made away again if the block fails and left them empty."""
+    new = [path for folder in folders for path in (folder, *folder.parents) if not path.exists()]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in new:
+            with suppress(OSError):  # it holds something, or went with another
+                path.rmdir()
+        raise
 
 
 def _is_model(folder: Path) -> bool:

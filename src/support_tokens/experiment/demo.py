@@ -2,7 +2,7 @@
 
 __all__ = ["run_experiment", "write_report"]
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from support_tokens.arms import Arm
@@ -41,20 +41,35 @@ def run_experiment(
         sequences: Windows of the test part to evaluate on.
 
     Raises:
+        RunFolderError: `folder` holds a finished experiment, or something that is no part of an experiment.
         SupportTokensError: As in `train_arms` and `evaluate_runs`; what was finished before stays.
     """
     folder = Path(folder)
-    if (folder / "report.json").exists() and not (resume or force):
-        raise RunFolderError(
-            f"folder '{folder}' holds a finished experiment; open {folder / 'report.html'}, choose another folder, or "
-            "pass --force to replace it."
-        )
+    _check_folder(folder, arms, resume=resume, force=force)
     corpus = load_corpus(corpus_name, plan.context)
     results = train_arms(plan, corpus, arms, folder, resume=resume, force=force, progress=progress)
     with torch_threads(plan.threads):
         report = evaluate_runs([result.folder for result in results.values()], sequences=sequences, progress=progress)
     write_report(report, folder)
     return report
+
+
+def _check_folder(folder: Path, arms: Iterable[str], *, resume: bool, force: bool) -> None:
+    """Lets an experiment go into a folder that is new, empty, or an earlier experiment's, and nowhere else."""
+    reports, arms = {"report.json", "report.html"}, set(arms)
+    present = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    begun = any((folder / label / "config.json").is_file() for label in arms)
+    strange = [name for name in present if name not in arms and (name not in reports or not begun)]
+    if strange and not (resume and begun):
+        raise RunFolderError(
+            f"folder '{folder}' holds '{strange[0]}', which is no part of an experiment, so nothing is written there; "
+            "choose another folder."
+        )
+    if reports & set(present) and not (resume or force):
+        raise RunFolderError(
+            f"folder '{folder}' holds a finished experiment; open {folder / 'report.html'}, choose another folder, or "
+            "pass --force to replace it."
+        )
 
 
 def write_report(report: RobustnessReport, folder: str | Path) -> Path:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from support_tokens.analysis import load_model
 from support_tokens.corpora import load_corpus
+from support_tokens.devices import checked_device
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
 from support_tokens.experiment.evaluation import held_out_windows
 from support_tokens.experiment.measuring import measure_arms
@@ -83,7 +84,8 @@ def evaluate_models(
         progress: Draw a bar on stderr.
 
     Raises:
-        ArgumentError: No folders, or tokenizers that differ.
+        ArgumentError: No folders, tokenizers that differ, a context longer than that of a model, or a device that
+            cannot be used here.
         DataError: The corpus cannot be read or is too short.
         RunFolderError: A folder holds no model.
     """
@@ -94,7 +96,10 @@ def evaluate_models(
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
     if len(set(labels)) < len(labels):
         raise ArgumentError("Each model may be given once, but one folder is there twice; leave one out.")
+    checked_device(device)
     tokenizer = _shared_tokenizer(paths)
+    for path in paths:
+        _check_context(path, context)
     corpus = load_corpus(data)
     windows = held_out_windows(_encode(tokenizer, corpus.test, data), context, sequences)
     held_out = EvaluationData(windows, spelling=TokenizerSpelling(tokenizer))
@@ -162,6 +167,23 @@ def _shared_tokenizer(paths: Sequence[Path]) -> PreTrainedTokenizerBase:
                 f"'{paths[0]}' and '{path}' differ; evaluate them apart."
             )
     return found[0]
+
+
+def _check_context(path: Path, context: int) -> None:
+    from transformers import AutoConfig
+
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(decoder=True)
+    except Exception as error:  # transformers raises whatever a strange configuration brings about
+        reason = " ".join(str(error).split())[:300]
+        raise RunFolderError(f"the model in '{path}' cannot be read ({reason}); save it there.") from error
+    longest = getattr(config, "max_position_embeddings", None)  # n_positions of GPT-2 goes by this name too
+    if longest is not None and context > longest:
+        raise ArgumentError(
+            f"context must be at most {longest} for the model in '{path}', the longest text it reads, received "
+            f"{context}; pass --context {longest}."
+        )
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, name: str) -> Tensor:

@@ -4,6 +4,7 @@ __all__ = ["LazyModels", "TrainedRun", "by_label", "corpus_of", "open_run"]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def by_label(runs: Sequence[TrainedRun]) -> dict[str, list[TrainedRun]]:
     """Runs by arm, in order of seed.
 
     Raises:
-        ArgumentError: Runs of another plan or corpus, or arms of other seeds, than the first.
+        ArgumentError: Two runs of one arm and seed, or runs of another plan or corpus, or arms of other seeds, than the
+            first.
     """
     found: dict[str, list[TrainedRun]] = {}
     for run in runs:
@@ -80,6 +82,12 @@ def by_label(runs: Sequence[TrainedRun]) -> dict[str, list[TrainedRun]]:
                 )
     for of_arm in found.values():
         of_arm.sort(key=lambda run: run.seed)
+        for one, other in pairwise(of_arm):
+            if one.seed == other.seed:
+                raise ArgumentError(
+                    f"runs of one arm must differ in seed, and '{one.folder}' and '{other.folder}' are both "
+                    f"{one.label} of seed {one.seed}; leave one out."
+                )
     seeds = {label: [run.seed for run in of_arm] for label, of_arm in found.items()}
     if any(s != seeds[first.label] for s in seeds.values()):
         raise ArgumentError(f"arms that are compared must have the same seeds, received {seeds}; add the missing runs.")
