@@ -14,7 +14,14 @@ from transformers import GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from barrier_models import KINDS, SOURCES, VOCABULARY, attached, batch, gradients, language_model
-from support_tokens import ArgumentError, CaptureError, WarmupSchedule, attach_barrier, attached_barriers
+from support_tokens import (
+    ArgumentError,
+    CaptureError,
+    MarginController,
+    WarmupSchedule,
+    attach_barrier,
+    attached_barriers,
+)
 
 both = pytest.mark.parametrize("source", SOURCES)
 every = pytest.mark.parametrize("kind", KINDS)
@@ -331,3 +338,28 @@ def test_training_in_eval_mode_is_told(source: str) -> None:
     attached(other, source)
     other(**data).loss.backward()
     other.eval()(**data).loss.backward()  # an attack on a model that was trained with its barrier
+
+
+@both
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("controlled", [False, True])
+def test_a_metrics_pass_in_train_mode_changes_nothing_of_what_follows(source: str, context, controlled: bool) -> None:
+    found = []
+    for disturbed in (False, True):
+        model, data = language_model(), batch()
+        weight = MarginController(3.0, 0.1, 0.5) if controlled else WarmupSchedule(peak=0.5, warmup=8)
+        handle = attached(model, source, weight=weight, positions=3)
+        for _ in range(3):
+            model(**data).loss.backward()
+            if disturbed:
+                before = handle.state_dict()
+                with context():
+                    assert model(**batch(seed=5)).loss.isfinite()
+                    model(input_ids=data["input_ids"])
+                    handle.weighted_penalty()
+                after = handle.state_dict()
+                assert all(torch.equal(before[name], after[name]) for name in before)
+        found.append((gradients(model), handle.step, handle.counted, handle.present_weight))
+    assert found[0][1:] == found[1][1:] and found[0][1] == found[0][2] == 3
+    for name in found[0][0]:
+        assert torch.equal(found[0][0][name], found[1][0][name])

@@ -72,7 +72,7 @@ class Barrier(nn.Module):
 
     def mean_penalty(self, labels: Tensor | None = None, num_items: Tensor | int | None = None) -> Tensor:
         """Mean penalty of the last forward pass, a scalar with gradient; recorded without host synchronisation, and the
-        pass is forgotten.
+        pass is forgotten. Without gradients it only measures: steps, draws and a controller stay as they were.
 
         Args:
             labels: Targets `(B, ...)`, -100 where there is none.
@@ -103,7 +103,10 @@ class Barrier(nn.Module):
             seen.append(margins)
         penalty = torch.stack(terms).sum()
         self._note(seen, penalty)
-        self.steps, self.counted = self.steps + 1, self.counted + 1
+        if torch.is_grad_enabled():
+            self.steps, self.counted = self.steps + 1, self.counted + 1
+            if isinstance(self.weight, MarginController):
+                self.weight.update(_mean_over_processes(self.record["log_margin_mean"]))
         self.source.forget()
         return penalty
 
@@ -120,7 +123,12 @@ class Barrier(nn.Module):
 
     @torch.compiler.disable
     def _draw(self, valid: Tensor, count: int) -> Tensor:
-        return sample_positions(valid, count, self.generator)
+        generator = self.generator
+        if not torch.is_grad_enabled():
+            # A pass for metrics must not change what later steps draw.
+            generator = torch.Generator()
+            generator.set_state(self.generator.get_state())
+        return sample_positions(valid, count, generator)
 
     @torch.no_grad()
     def _note(self, layers: list[Margins], penalty: Tensor) -> None:
@@ -139,8 +147,6 @@ class Barrier(nn.Module):
             "log_margin_min": log_abs_det.masked_fill(~ranked, math.inf).min(),
             "negative_share": ((joined(lambda m: m.sign) < 0) & valid).sum() / count,
         }
-        if isinstance(self.weight, MarginController):
-            self.weight.update(_mean_over_processes(mean))
 
 
 class _Ticket:
