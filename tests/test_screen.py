@@ -6,8 +6,10 @@ from torch.testing import assert_close
 
 from barrier_models import attached, batch, language_model
 from support_tokens.attention import state_from_weights
+from support_tokens.errors import ArgumentError
 from support_tokens.jacobian import JacobianBlocks
-from support_tokens.margins import state_margins
+from support_tokens.logdet import is_near_singular, safe_slogdet, sigma_min
+from support_tokens.margins import attention_margins, state_margins
 from support_tokens.screen import first_order_margins, gradient_share, support_candidates
 from test_fused import model_state
 
@@ -83,3 +85,27 @@ def test_the_barrier_is_the_mean_over_rankable_candidates(count: int) -> None:
     exact, positions = state_margins(state).log_abs_det, support_candidates(state, count)
     wanted = [(5.0 - m[p[p >= 2]]).clamp_min(0).mean() for m, p in zip(exact, positions, strict=True)]
     assert handle.last["penalty"] == pytest.approx(torch.stack(wanted).mean().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0)])
+def test_empty_batches_have_empty_margins_and_a_graph(shape: tuple[int, int]) -> None:
+    x, w = torch.randn(*shape, 4, requires_grad=True), torch.randn(1, 3, 4, requires_grad=True)
+    padding = torch.zeros(shape, dtype=torch.bool)
+    for options in ({}, {"strict": False, "view": "block"}, {"key_padding_mask": padding}):
+        margins = attention_margins(x, w, w, **options)
+        assert margins.sign.shape == margins.log_abs_det.shape == margins.sigma_min.shape == shape
+        assert margins.support_tokens(2).shape == (shape[0], 2)
+        (found,) = torch.autograd.grad(margins.log_abs_det.sum(), w)
+        assert not found.any()
+    assert support_candidates(state_from_weights(x, w, w), 2).shape == (shape[0], min(2, shape[1]))
+
+
+def test_empty_matrices_have_determinant_one_and_no_singular_value() -> None:
+    empty = torch.zeros(3, 0, 0, requires_grad=True)
+    found = safe_slogdet(empty)
+    expected = torch.linalg.slogdet(empty)
+    assert torch.equal(found.sign, expected.sign) and torch.equal(found.log_abs_det, expected.logabsdet)
+    found.log_abs_det.sum().backward()
+    for function in (sigma_min, is_near_singular):
+        with pytest.raises(ArgumentError, match="at least one row"):
+            function(empty)

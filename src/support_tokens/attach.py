@@ -4,6 +4,7 @@ weight=0.02)`."""
 __all__ = ["BarrierHandle", "attach_barrier", "attached_barriers"]
 
 import math
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -87,8 +88,11 @@ def attach_barrier(
     """
     weight = checked_weight(weight)
     law_options = rank is not None or noise_scale != 1.0
-    _check_options(source, penalty, view, layer, target_margin, law_options)
+    _check_options(source, penalty, view, layer, target_margin, noise_scale, law_options)
     _check_positions(positions, candidates)
+    if rank is not None:
+        _check_whole("rank", rank, 32)
+    _check_whole("seed", seed, 0, least=None)
     causal_model, decoder = _causal_model(model)
     # Here and not above: it brings in the compiler of torch, which transformers has brought in by now.
     from support_tokens.objective import Barrier, BarrierSlot
@@ -184,6 +188,7 @@ def _check_options(
     view: str,
     layer: object,
     target_margin: float,
+    noise_scale: float,
     law_options: bool,
 ) -> None:
     view_sign(view)
@@ -203,19 +208,29 @@ def _check_options(
         )
     if source == "model" and law_options:
         raise ArgumentError("rank and noise_scale belong to the law of source='prior', received source='model'.")
-    if not math.isfinite(target_margin):
-        raise ArgumentError(f"target_margin must be a finite number of nats, received {target_margin}; pass 0.0, say.")
+    if not isinstance(target_margin, Real) or not math.isfinite(target_margin):
+        raise ArgumentError(
+            f"target_margin must be a finite number of nats, received {target_margin!r}; pass 0.0, say."
+        )
+    if not isinstance(noise_scale, Real):
+        raise ArgumentError(f"noise_scale must be a positive finite number, received {noise_scale!r}; pass 1.0, say.")
     if target_margin and penalty != "hinge":
         raise ArgumentError(
             f"target_margin belongs to the penalty 'hinge', received {target_margin} with {penalty!r}; use 'hinge'."
         )
 
 
-def _check_positions(positions: object, candidates: int) -> None:
+def _check_positions(positions: object, candidates: object) -> None:
     whole = isinstance(positions, int) and not isinstance(positions, bool) and positions >= 1
     if not (positions is None or positions == "support" or whole):
         raise ArgumentError(
             f"positions must be at least 1, or 'support', received {positions!r}; leave it None for all positions."
         )
-    if candidates < 1:
-        raise ArgumentError(f"candidates must be at least 1, received {candidates}; pass 16, say.")
+    _check_whole("candidates", candidates, 16)
+
+
+def _check_whole(name: str, value: object, example: int, least: int | None = 1) -> None:
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):  # type: ignore[operator]
+        required = "a whole number" if least is None else f"a whole number of at least {least}"
+        raise ArgumentError(f"{name} must be {required}, received {value!r}; pass {example}, say.")

@@ -38,7 +38,8 @@ def safe_slogdet(matrix: Tensor) -> Slogdet:
         matrix: `(..., N, N)`; 16-bit input is taken to float32.
 
     Returns:
-        `Slogdet` of shape `(...)`; sign 0, a finite value and a zero gradient at an exactly singular matrix.
+        `Slogdet` of shape `(...)`; sign 0, a finite value and a zero gradient at an exactly singular matrix; 1 and 0
+        nats at N = 0.
 
     Raises:
         ArgumentError: The matrix is not square.
@@ -48,6 +49,10 @@ def safe_slogdet(matrix: Tensor) -> Slogdet:
         tensor(-805.9048, dtype=torch.float64)
     """
     matrix = _square(matrix)
+    if not matrix.shape[-1]:
+        # The empty product, as in torch.linalg.slogdet.
+        zero = matrix.sum((-2, -1))
+        return Slogdet(torch.ones_like(zero), zero)
     with full_precision(matrix):
         sign, log_abs_det = _LUSlogdet.apply(matrix)
     return Slogdet(sign, log_abs_det)
@@ -84,7 +89,7 @@ def sigma_min(matrix: Tensor) -> Tensor:
         >>> sigma_min(torch.diag(torch.tensor([3.0, 0.5])))
         tensor(0.5000)
     """
-    matrix = _square(matrix)
+    matrix = _square(matrix, least=1)
     with full_precision(matrix):
         return torch.linalg.svdvals(matrix)[..., -1]
 
@@ -103,7 +108,7 @@ def is_near_singular(matrix: Tensor, tolerance: float | None = None) -> Tensor:
         >>> is_near_singular(torch.tensor([[1.0, 2, 3], [2, 5, 6], [3, 6, 9]]))
         tensor(True)
     """
-    matrix = _square(matrix)
+    matrix = _square(matrix, least=1)
     if tolerance is None:
         tolerance = matrix.shape[-1] * torch.finfo(matrix.dtype).eps
     with full_precision(matrix):
@@ -111,10 +116,15 @@ def is_near_singular(matrix: Tensor, tolerance: float | None = None) -> Tensor:
     return values[..., -1] <= tolerance * values[..., 0]
 
 
-def _square(matrix: Tensor) -> Tensor:
+def _square(matrix: Tensor, least: int = 0) -> Tensor:
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or not matrix.is_floating_point():
         raise ArgumentError(
             f"matrix must be floating and square, (..., N, N), received {tuple(matrix.shape)} of {matrix.dtype}; pass "
             f"square matrices."
+        )
+    if matrix.shape[-1] < least:
+        raise ArgumentError(
+            f"matrix must have at least one row, since an empty one has no singular value, received "
+            f"{tuple(matrix.shape)}; pass matrices of N >= 1."
         )
     return matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()

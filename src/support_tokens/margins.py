@@ -187,6 +187,11 @@ def state_margins(
         >>> state_margins(state_from_weights(x, w, w), positions=torch.tensor([[4], [3]])).log_abs_det.shape
         torch.Size([2, 1])
     """
+    shape = state.batch, state.length if positions is None else positions.shape[1]
+    if 0 in shape:
+        # Nothing to compute, and a graph all the same: a loss over an empty batch has gradients of 0.
+        nothing = state.query.sum() * 0 + state.query.new_zeros(shape)
+        return margins_of(state, torch.ones_like(nothing), nothing, view=view, positions=positions)
     blocks = JacobianBlocks(state)
     chunks = position_chunks(state, positions, blocks.reduced_width, chunk_size)
     with full_precision(state.query):
@@ -216,6 +221,8 @@ def margins_of(
     every: Rows = slice(0, state.length) if positions is None else positions
 
     def smallest() -> Tensor:
+        if not log_abs_det.numel():
+            return torch.zeros_like(log_abs_det)
         identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
         blocks = JacobianBlocks(state)
         chunks = position_chunks(state, positions, state.width)

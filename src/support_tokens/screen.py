@@ -36,6 +36,8 @@ def first_order_margins(state: AttentionState, view: str = "noise") -> Tensor:
         >>> first_order_margins(state_from_weights(x, w, w)).shape
         torch.Size([2, 5])
     """
+    if not state.batch * state.length:
+        return state.query.new_zeros(state.batch, state.length)
     rows = slice(0, state.length)
     with full_precision(state.query):
         weights = attention_weights(state, rows)
