@@ -4,6 +4,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
 -> training -> robustness -> report. A module imports only what stands above it:
 
     errors         errors and warnings
+    devices        the device that a user names, checked before use
     attention      AttentionState: the contract between any model and the mathematics
     moments        causal weights, mean and (value, key) covariance
     inverse        sign, log|det| and inverse of many matrices in one elimination

@@ -63,10 +63,13 @@ def build_page(explorer: Explorer, results: Results) -> gr.Blocks:
         progress: gr.Progress = gr.Progress(),  # noqa: B008  # gradio finds it by its default
     ) -> tuple[str, str]:  # fmt: skip
         client = request.session_hash or ""
+
+        def show(done: int, total: int) -> None:
+            progress((done, total), desc="margins", unit="tokens")
+
         try:
             report = explorer.analyze(
-                label, text or "", layers or [], views or [], client=client,
-                progress=lambda done, total: progress((done, total), desc="margins", unit="tokens"),
+                label, text or "", layers or [], views or [], client=client, progress=show,
             )  # fmt: skip
         except SupportTokensError as error:
             return _problem(str(error)), ""

@@ -51,7 +51,7 @@ def explorer_app(explorer: Explorer, hosts: tuple[str, ...] | None = _LOCAL) -> 
         mcp_server=False,
         pwa=False,
         enable_monitoring=False,
-        theme=gr.themes.Default(primary_hue=gr.themes.colors.blue),
+        theme=gr.themes.Default(primary_hue=gr.themes.colors.blue),  # pyright: ignore[reportPrivateImportUsage]
         css=STYLE,
         max_file_size=1,
     )
