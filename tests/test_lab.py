@@ -147,6 +147,19 @@ def test_more_seeds_can_follow_and_another_preset_is_refused(preset, tmp_path):
         reproduce(preset, tmp_path / "mine", progress=False)
 
 
+def test_presets_of_one_plan_share_what_is_trained(preset, whole, tmp_path):
+    shared = tmp_path / "shared"
+    few = dataclasses.replace(preset, arms=ARMS[1:3], barrier="", path=())
+    reproduce(few, tmp_path / "few", runs=shared, progress=False)
+    trained = {str(path): path.stat().st_mtime_ns for path in shared.glob("*/result.json")}
+    reproduce(preset, tmp_path / "all", runs=shared, progress=False)
+    assert len(list(shared.iterdir())) == 8
+    assert all(Path(name).stat().st_mtime_ns == when for name, when in trained.items())
+    log = [json.loads(line)["arm"] for line in (tmp_path / "all" / "log.jsonl").read_text().splitlines()]
+    assert log == [ARMS[0], ARMS[3]] * 2
+    assert_same_bytes(tmp_path / "all", whole)
+
+
 def test_the_command_prints_the_table(preset, whole, tmp_path, monkeypatch, capsys):
     write_json(tmp_path / "p.json", {k: v for k, v in preset.record().items() if k != "schema_version"})
     monkeypatch.setattr(

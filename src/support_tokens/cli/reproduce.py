@@ -20,6 +20,9 @@ def reproduce(
     ] = None,
     data: Annotated[str | None, typer.Option(help="The preset's text at another place: a path or a corpus.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Only the first so many seeds; more can follow.")] = None,
+    runs: Annotated[
+        Path | None, typer.Option(help="Folder of trained runs that presets of one plan and corpus share.")
+    ] = None,
 ) -> None:
     """Train, evaluate and compare what a preset asks for; started again, it does only what is missing."""
     from rich.console import Console
@@ -32,7 +35,7 @@ def reproduce(
     from support_tokens.report.verdict import headline
 
     folder = Path("runs") / f"reproduce-{Path(preset).stem}" if output is None else output
-    made = run(load_preset(preset), folder, data=data, seeds=seeds)
+    made = run(load_preset(preset), folder, data=data, seeds=seeds, runs=runs)
     console = Console()
     console.print(Text(headline(made.report), style="bold"), highlight=False)
     if made.rows:

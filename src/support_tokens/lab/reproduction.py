@@ -69,6 +69,7 @@ def reproduce(
     *,
     data: str | None = None,
     seeds: int | None = None,
+    runs: str | Path | None = None,
     progress: bool = True,
 ) -> Reproduction:
     """Trains what is missing, measures what is missing, and writes the tables.
@@ -84,6 +85,8 @@ def reproduce(
         folder: Where everything is kept.
         data: A corpus in place of the preset's: the same text at another place.
         seeds: Only the first so many seeds; more can be added later.
+        runs: Folder of the trained runs, in place of `folder`/runs: presets of one plan and corpus that name the same
+            one train an arm they share once. One experiment at a time may train there.
         progress: Draw bars on stderr.
 
     Raises:
@@ -91,6 +94,7 @@ def reproduce(
         SupportTokensError: As in `train` and `evaluate_runs`; what was finished before stays.
     """
     folder = Path(folder)
+    trained = folder / "runs" if runs is None else Path(runs)
     if seeds is not None and not 1 <= seeds <= len(preset.seeds):
         raise ArgumentError(f"seeds must be from 1 to {len(preset.seeds)}, as many as the preset has, not {seeds}.")
     if data is not None:
@@ -101,7 +105,7 @@ def reproduce(
     chosen = preset.seeds[:seeds]
     for seed in chosen:
         for arm in preset.arms:
-            run = _run_folder(folder, arm, seed)
+            run = _run_folder(trained, arm, seed)
             finished = (run / "result.json").exists()
             begun = (run / "config.json").exists()
             # A run that was killed before it had a configuration left nothing worth keeping.
@@ -117,7 +121,7 @@ def reproduce(
             if not finished:
                 _log(folder, arm, seed, result)
     report = evaluate_runs(
-        [_run_folder(folder, arm, seed) for arm in preset.arms for seed in chosen],
+        [_run_folder(trained, arm, seed) for arm in preset.arms for seed in chosen],
         # The runs know the text that they were trained on, and that it is still the same.
         sequences=preset.sequences,
         sigmas=preset.sigmas,
@@ -153,8 +157,8 @@ def _claim(folder: Path, preset: Preset) -> None:
         )
 
 
-def _run_folder(folder: Path, arm: str, seed: int) -> Path:
-    return folder / "runs" / f"{re.sub(r'[^a-zA-Z0-9.+-]+', '-', arm)}-seed{seed}"
+def _run_folder(trained: Path, arm: str, seed: int) -> Path:
+    return trained / f"{re.sub(r'[^a-zA-Z0-9.+-]+', '-', arm)}-seed{seed}"
 
 
 def _log(folder: Path, arm: str, seed: int, result: TrainingResult) -> None:
