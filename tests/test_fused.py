@@ -198,10 +198,36 @@ def test_positions_drawn_uniformly_give_the_full_gradient_on_average() -> None:
     assert_close(torch.stack(gradients).mean(0), expected)
 
 
-@pytest.mark.parametrize("side", [3, 16, 17, 32, 50, 130])
+@pytest.mark.parametrize("side", [20, 32, 50])
+def test_many_matrices_near_the_identity_need_no_pivoting(monkeypatch, side: int) -> None:
+    monkeypatch.setattr(elimination, "_by_pivoting", lambda m: pytest.fail("done again"))
+    noise = torch.randn(150, side, side, generator=torch.Generator().manual_seed(side))
+    matrix = torch.eye(side) - 0.5 * noise @ noise.mT / side / 4
+    matrix[0] *= -1.0
+    sign, log_abs_det, inverse = slogdet_and_inverse(matrix)
+    expected = torch.linalg.slogdet(matrix.double())
+    assert_close(sign.double(), expected.sign)
+    assert_close(log_abs_det.double(), expected.logabsdet, rtol=0, atol=1e-4)
+    assert_close(inverse, torch.linalg.inv(matrix.double()).float(), rtol=1e-3, atol=1e-3)
+
+
+def test_batch_of_no_sequences_has_a_penalty_of_zero_and_no_gradient() -> None:
+    x = torch.randn(0, 5, 4, requires_grad=True)
+    w = torch.randn(1, 3, 4, requires_grad=True)
+    value, margins = fused_penalty(state_from_weights(x, w, w), torch.zeros(0, 5), torch.neg)
+    value.backward()
+    assert value.item() == 0.0 and margins.log_abs_det.shape == (0, 5)
+    assert not w.grad.any() and x.grad.shape == x.shape
+
+
+# Few matrices are eliminated by LAPACK where they are small, many row by row.
+@pytest.mark.parametrize(
+    ("count", "side"),
+    [(7, 3), (7, 16), (7, 17), (7, 32), (7, 50), (7, 130), (150, 16), (150, 17), (150, 32), (150, 50)],
+)
 @pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_elimination_is_the_inverse_and_the_determinant(side: int, spread: float) -> None:
-    noise = torch.randn(7, side, side, generator=torch.Generator().manual_seed(side), dtype=torch.float64)
+def test_elimination_is_the_inverse_and_the_determinant(count: int, side: int, spread: float) -> None:
+    noise = torch.randn(count, side, side, generator=torch.Generator().manual_seed(side), dtype=torch.float64)
     matrix = torch.eye(side, dtype=torch.float64) + spread * noise / side**0.5
     matrix[0, 0, 0] = matrix[1, : side // 2, : side // 2] = 0.0  # a pivot, and a whole leading block, that are no use
     sign, log_abs_det, inverse = slogdet_and_inverse(matrix)
@@ -224,12 +250,12 @@ def test_elimination_without_use_is_found_out_and_done_again(monkeypatch) -> Non
     assert_close(sign, torch.linalg.slogdet(matrix).sign)
 
 
-@pytest.mark.parametrize("side", [4, 40])
-def test_singular_matrices_are_silent_in_elimination(side: int) -> None:
-    matrix = torch.eye(side).repeat(3, 1, 1)
+@pytest.mark.parametrize(("count", "side"), [(3, 4), (3, 40), (200, 40)])
+def test_singular_matrices_are_silent_in_elimination(count: int, side: int) -> None:
+    matrix = torch.eye(side).repeat(count, 1, 1)
     matrix[1, :, -1] = 0.0
     sign, log_abs_det, inverse = slogdet_and_inverse(matrix)
-    assert sign.tolist() == [1.0, 0.0, 1.0]
+    assert sign.tolist() == [1.0, 0.0] + [1.0] * (count - 2)
     assert torch.isfinite(log_abs_det).all()
     assert not inverse[1].any()
 

@@ -61,7 +61,8 @@ def fused_penalty(
         (torch.Size([2, 5, 4]), False)
     """
     tensors = _tensors(state)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+    # A batch without sequences has no chunks, and nothing to save either.
+    if weight.numel() == 0 or not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         margins = state_margins(state, view=view, positions=positions, chunk_size=chunk_size)
         return (weight * function(margins.log_abs_det)).sum(), margins
     call = _Call(state, weight.detach(), function, view, positions, chunk_size)

@@ -16,8 +16,9 @@ __all__ = ["slogdet_and_inverse", "slogdet_by_pivoting"]
 import torch
 from torch import Tensor
 
-# Sides up to this one go to LAPACK, whose overhead is small beside what elimination by blocks would need in calls.
-_LEAF = 16
+# Sides up to this one are eliminated without blocks: of many matrices row by row, all at once; of few by LAPACK, whose
+# overhead is then smaller than that of the calls.
+_LEAF, _MANY = 16, 128
 # Bytes of matrices that are eliminated together: they stay in a processor's cache between the blocks.
 _BATCH_BYTES = 16 * 2**20
 _PROBES = 2
@@ -110,14 +111,39 @@ def _matrices_times_vectors(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix * vector.unsqueeze(1)).sum(-1)
 
 
+def _by_rows(work: Tensor) -> tuple[Tensor, Tensor]:
+    """Gauss-Jordan elimination of many small matrices `(m, N, N)` in place, in the order of their rows.
+
+    A pivot of 0 leaves infinities, which the trial finds. Matrices are innermost in memory, so that every operation
+    runs along them.
+    """
+    inverse = work.permute(1, 2, 0).contiguous()
+    pivots = torch.empty_like(inverse[0])
+    for step in range(inverse.shape[0]):
+        pivots[step] = pivot = inverse[step, step]
+        reciprocal = pivot.reciprocal()
+        row = inverse[step] * reciprocal
+        row[step] = reciprocal
+        column = inverse[:, step].clone()
+        column[step] = 0.0
+        inverse[:, step] = 0.0
+        inverse.addcmul_(column.unsqueeze(1), row, value=-1.0)
+        inverse[step] = row
+    work.copy_(inverse.permute(2, 0, 1))
+    log_abs_det = pivots.abs().clamp_min(torch.finfo(work.dtype).tiny).log().sum(0)
+    return pivots.sign().prod(0), log_abs_det
+
+
 def _eliminate(work: Tensor) -> tuple[Tensor, Tensor]:
     """Inverts matrices `(m, N, N)` in place; returns sign and log-determinant."""
     side = work.shape[-1]
+    if side <= _LEAF and work.shape[0] >= _MANY:
+        return _by_rows(work)
     if side <= _LEAF:
         sign, log_abs_det, inverse = _by_pivoting(work)
         work.copy_(inverse)
         return sign, log_abs_det
-    size = 64 if side > 128 else max(8, -(-side // 32) * 8)
+    size = 64 if side > 128 else 16 if work.shape[0] >= _MANY else max(8, -(-side // 32) * 8)
     sign, log_abs_det = work.new_ones(work.shape[0]), work.new_zeros(work.shape[0])
     for start in range(0, side, size):
         block = slice(start, min(start + size, side))
