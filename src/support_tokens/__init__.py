@@ -49,6 +49,9 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     margin_changes  what changed between two records of margins
     views          records of margins -> terminal, notebook, HTML, PNG, SVG; never a model
     analysis       text -> MarginReport: the margins of a model's own attention
+    decoding       uncertainty of tokens and texts from one pass; generation that knows its margin
+    latent_prediction  next-token probabilities averaged over the latent noise
+    selective      uncertainty against error, and thresholds that keep a stated risk
     explorer       local web page over analysis (optional extra)
     experiment     runs from end to end: train, evaluate, report
     bench          speed and memory beside peers; plans past this machine
@@ -89,6 +92,8 @@ __all__ = [
     "is_near_singular",
     "model_margins",
     "safe_slogdet",
+    "score_sequences",
+    "score_tokens",
     "sigma_min",
 ]
 
@@ -118,6 +123,7 @@ if TYPE_CHECKING:
     from support_tokens.analysis import MarginReport, analyze, model_margins
     from support_tokens.callbacks import BarrierCallback
     from support_tokens.capture import capture_attention
+    from support_tokens.decoding import score_sequences, score_tokens
     from support_tokens.results import RobustnessReport
     from support_tokens.robustness import evaluate_robustness
 
@@ -131,6 +137,8 @@ _LAZY = {
     "capture_attention": "capture",
     "evaluate_robustness": "robustness",
     "model_margins": "analysis",
+    "score_sequences": "decoding",
+    "score_tokens": "decoding",
 }
 
 
