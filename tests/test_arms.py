@@ -17,6 +17,7 @@ from support_tokens.arms import (
     Arm,
     Barrier,
     Combined,
+    ConditionPenalty,
     EmbeddingDecay,
     EmbeddingDropout,
     EmbeddingNoise,
@@ -28,6 +29,7 @@ from support_tokens.arms import (
     RDrop,
     SigmaReparam,
     SpectralNorm,
+    Variational,
     arm_config,
     parse_arm,
 )
@@ -51,7 +53,9 @@ KINDS = [
     EmbeddingNoise(0.5, "absolute"),
     HeldMargin(2.0, 0.1),
     InvariantBarrier(0.1, positions=4),
+    ConditionPenalty(1.0),
     LawNoise(0.5),
+    Variational(0.01, positions=4),
     NEFTune(),
     EmbeddingScale(),
     EmbeddingDropout(),
@@ -159,7 +163,10 @@ def test_an_arm_is_paired_resumes_to_the_bit_and_leaves_a_stock_model(tmp_path: 
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-@pytest.mark.parametrize("arm", [RDrop(weight=0.0, dropout=0.0), SMART(weight=0.0), InvariantBarrier(weight=0.0)])
+@pytest.mark.parametrize(
+    "arm",
+    [RDrop(weight=0.0, dropout=0.0), SMART(weight=0.0), InvariantBarrier(weight=0.0), ConditionPenalty(weight=0.0)],
+)
 def test_a_penalty_of_weight_zero_is_the_plain_run(tmp_path: Path, arm: Arm, plain):
     run(tmp_path / "run", arm)
     for key, value in weights(tmp_path / "run").items():

@@ -29,7 +29,7 @@ SCHEMA_VERSION = 1
 
 ENTRIES = frozenset(
     {"arm.json", "barrier.safetensors", "checkpoints", "config.json", "metrics.jsonl", "model", "report.html",
-     "report.json", "result.json", "tensorboard", "versions.json"}
+     "report.json", "result.json", "tensorboard", "variational.safetensors", "versions.json"}
 )  # fmt: skip
 """Everything a run may hold; what else lies in a folder is the user's, and `force` never deletes it."""
 

@@ -10,9 +10,11 @@ from typing import Any
 
 from support_tokens.arms.barriers import Barrier, HeldMargin, InvariantBarrier
 from support_tokens.arms.combined import Combined
+from support_tokens.arms.condition import ConditionPenalty
 from support_tokens.arms.consistency import SMART, RDrop
 from support_tokens.arms.contract import Arm, CrossEntropy
 from support_tokens.arms.noises import EmbeddingDropout, EmbeddingNoise, LawNoise, NEFTune
+from support_tokens.arms.variational import Variational
 from support_tokens.arms.weights import EmbeddingDecay, EmbeddingScale, SigmaReparam, SpectralNorm
 from support_tokens.errors import ArgumentError
 
@@ -24,7 +26,9 @@ ARMS: dict[str, type] = {
         EmbeddingNoise,
         HeldMargin,
         InvariantBarrier,
+        ConditionPenalty,
         LawNoise,
+        Variational,
         NEFTune,
         EmbeddingScale,
         EmbeddingDropout,

@@ -10,7 +10,7 @@ from support_tokens.results import RobustnessReport
 LARGEST_COST = 0.014
 """Largest clean cost of an arm that takes part, as a share of the baseline's bits: what the paper's barrier costs."""
 
-LAW = ("barrier", "hold", "invariant", "law-noise")
+LAW = ("barrier", "hold", "invariant", "condition", "law-noise", "variational")
 """Names of the arms that come of the paper's law, alone or combined with others; all others are rivals."""
 
 
