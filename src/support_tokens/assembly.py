@@ -130,7 +130,7 @@ def block_penalty(
 # Bytes of a chunk's matrices, few beside any model's activations; of large ones a few all the same, since each chunk
 # costs calls.
 _CHUNK_BYTES = 2 * 2**20
-_FEW, _MOST_BYTES = 12, 64 * 2**20
+_FEW, _MOST_BYTES = 24, 64 * 2**20
 _LEAST_COLUMNS = 16
 
 
@@ -139,7 +139,7 @@ def matrices_at_once(rows: Tensor) -> int:
 
     Example:
         >>> matrices_at_once(torch.empty(0, 1, 32, 32)), matrices_at_once(torch.empty(0, 9, 64, 64))
-        (512, 12)
+        (512, 24)
     """
     one = (rows.shape[1] * rows.shape[2]) ** 2 * rows.element_size()
     return max(1, _CHUNK_BYTES // one, min(_FEW, _MOST_BYTES // one))

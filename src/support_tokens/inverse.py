@@ -19,8 +19,8 @@ from torch import Tensor
 # Sides up to this one are eliminated without blocks: of many matrices row by row, all at once; of few by LAPACK, whose
 # overhead is then smaller than that of the calls.
 _LEAF, _MANY = 16, 128
-# Bytes of matrices that are eliminated together: they stay in a processor's cache between the blocks.
-_BATCH_BYTES = 16 * 2**20
+# Bytes of matrices that are eliminated together: many calls at once, and still few bytes beside a model.
+_BATCH_BYTES = 32 * 2**20
 _PROBES = 2
 _BACKWARD_ERROR = 8
 

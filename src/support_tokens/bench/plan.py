@@ -222,7 +222,7 @@ def barrier_counts(
     shared = 18 * side * width * shape.width * (heads + 2 * shape.kv_heads)
     outer = batch * length * shape.kv_heads * width * width
     moved = item * (count * side * side * 14 + outer * 8)
-    matrices = max(1, min(12, 2**26 // (side * side * item)))
+    matrices = max(1, min(24, 2**26 // (side * side * item)))
     held = item * (3 * matrices * side * side + 6 * 64 * side * width + 3 * batch * length * width * (heads + 2))
     return Counts(per_position * count + shared, 2.0 * side**3 * count, side, moved, held)
 
