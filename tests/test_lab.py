@@ -182,10 +182,11 @@ def test_presets_of_the_package_can_be_used(name):
         assert weights == sorted(weights) and weights[:2] == [0.0, 0.005] and weights[-1] == 0.5
 
 
-PRESETS_OF_EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments" / "lab").glob("*.json"))
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+PRESETS_OF_EXPERIMENTS = sorted([*EXPERIMENTS.glob("lab/*.json"), *EXPERIMENTS.glob("*/preset.json")])
 
 
-@pytest.mark.parametrize("path", PRESETS_OF_EXPERIMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PRESETS_OF_EXPERIMENTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_presets_of_the_experiments_can_be_used(path):
     assert load_preset(path).arms[0] == "ce"
 
@@ -233,7 +234,7 @@ def synthetic(clean: dict[str, float], slope: dict[str, float], seeds: int = 5) 
         ]
         for arm in clean
     }
-    return compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300))
+    return compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300), split=True)
 
 
 def status(report: RobustnessReport, preset: Preset) -> dict[str, str]:
@@ -279,3 +280,35 @@ def test_contests_keep_to_equal_cost_and_to_the_interval():
     slope["noise:scale=0.3"] = 1.5
     assert contests(synthetic(clean, slope))[0].outcome == "open"
     assert contests(synthetic({"ce": 2.0}, {"ce": 1.0})) == ()
+
+
+def test_a_contest_is_chosen_on_other_sequences_than_it_is_judged_on():
+    """Arms alike but for luck: what is best on the even sequences is worst on the odd ones, and a lead on its own half
+    is no lead."""
+    chosen, data = standard_perturbations((0.5,)), EvaluationData(torch.zeros(16, 9, dtype=torch.long), characters=1)
+    noise = np.random.default_rng(0).normal(0, 0.01, (4, 16))
+    luck = np.where(np.arange(16) % 2 == 0, -0.1, 0.1)
+    arms = ("ce", "noise:scale=0.3", "barrier:weight=0.01", "barrier:weight=0.1")
+    lead = dict(zip(arms, (0.0, 0.0, luck, -luck), strict=True))
+    measured = {
+        arm_label(parse_arm(arm)): [
+            Measurement(
+                {p.name: 16 * np.log(2) * (2 + p.strength * (1 + lead[arm]) + noise[i]) for p in chosen.items}, 1.0
+            )
+        ]
+        for i, arm in enumerate(arms)
+    }
+    report = compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300), split=True)
+    contest = contests(report)[0]
+    assert contest.law == "barrier, weight 0.01" and contest.difference.value > 0 and contest.outcome != "law"
+    assert contests(RobustnessReport.from_record(json.loads(json.dumps(report.record())))) == contests(report)
+    assert contests(compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300))) == ()
+    with pytest.raises(ArgumentError, match="The choice of a robustness report must be there once"):
+        dataclasses.replace(report, split=dataclasses.replace(report.split, choice=report.split.choice[1:]))
+    # By hand, on the odd sequences alone: the area under the line from clean to the one strength is their mean.
+    rival = contest.rival
+    by_hand = sum(
+        (measured[contest.law][0].nats[p.name] - measured[rival][0].nats[p.name])[1::2].sum() / (8 * 8 * np.log(2)) / 2
+        for p in (chosen.items[0], next(p for p in chosen.items if p.family == contest.family))
+    )
+    assert contest.difference.value == pytest.approx(by_hand)

@@ -43,6 +43,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     margin_records  log margins of arms as plain records
     measurement    what one model loses under perturbations
     structure      what embeddings and attention of one model look like
+    statistics     figures of a report, each a function of the weights of the sequences
     robustness     arms x perturbations x seeds -> RobustnessReport
     report         result JSON -> terminal, HTML, PNG; never a model
     token_margins  margins of the tokens of texts as plain records

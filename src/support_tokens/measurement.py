@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +101,15 @@ class EvaluationData:
         each = 1 if self.characters is None else self.characters
         return (self.mask * each)[:, 1:].sum(-1)
 
+    def part(self, rows: slice) -> "EvaluationData":
+        """Some of the sequences."""
+        per_token = {
+            name: value[rows]
+            for name in ("input_ids", "attention_mask", "characters")
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **per_token)
+
     def record(self) -> DataRecord:
         """Sizes and checksum, for the report."""
         ids = torch.where(self.mask.bool(), self.input_ids, -1).long().cpu().contiguous()
@@ -140,6 +149,12 @@ class Measurement:
     units: Mapping[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     tokens: Mapping[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
     gaps: Mapping[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
+
+    def part(self, rows: slice) -> "Measurement":
+        """What was measured of some of the sequences; the scale of the embeddings stays that of all."""
+        tables = (self.nats, self.units, self.tokens, self.gaps)
+        nats, *others = ({name: value[rows] for name, value in table.items()} for table in tables)
+        return Measurement(nats, self.embedding_rms, *others)
 
 
 def measure(

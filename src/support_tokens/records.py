@@ -4,6 +4,7 @@ __all__ = [
     "Area",
     "ArmRecord",
     "BootstrapRecord",
+    "Choice",
     "DataRecord",
     "Difference",
     "MarginCounts",
@@ -12,6 +13,7 @@ __all__ = [
     "PerturbationRecord",
     "Result",
     "SentenceMargins",
+    "Split",
     "StructureFigures",
 ]
 
@@ -109,6 +111,27 @@ class Difference:
     bits: Estimate
     degradation: Estimate
     calibration: Estimate | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Bits of an arm on the sequences that arms are chosen on: clean, or the mean height of the curves of a family."""
+
+    arm: str
+    of: str
+    bits: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """Each other sequence to choose arms on, from the first (`choice`), the rest to judge them on (`judged`).
+
+    An arm chosen on the text it is judged on would look better than it is. The trained models are the same in both, so
+    the luck of their seeds is not divided.
+    """
+
+    choice: tuple[Choice, ...]
+    judged: tuple[Difference, ...]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Everything in it is plain numbers and text, so that tables, curves and verdicts 
 __all__ = ["RobustnessReport"]
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +23,7 @@ from support_tokens.records import (
     PerturbationRecord,
     Result,
     SentenceMargins,
+    Split,
     StructureFigures,
 )
 from support_tokens.run_folder import read_json, write_json
@@ -52,6 +53,7 @@ class RobustnessReport:
         margins: Histograms, where the caller had margins.
         sentence: Margins along a held-out text, where the caller had them.
         structure: Figures of embeddings and attention, where the caller had them.
+        split: Areas on one half of the sequences, their differences on the other, where the caller asked for it.
         config: The caller's plan.
         versions: Of the packages that made the figures.
 
@@ -78,6 +80,7 @@ class RobustnessReport:
     margins: tuple[MarginHistogram, ...] = ()
     sentence: SentenceMargins | None = None
     structure: tuple[StructureFigures, ...] = ()
+    split: Split | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -102,6 +105,7 @@ class RobustnessReport:
                 {(d.arm, d.against, d.of) for d in self.area_differences},
                 ((later, earlier, family) for earlier, later in pairs for family in families),
             ),
+            *self._parts_of_split(arms, families),
             ("seeds", {len(r.bits_by_seed) for r in self.results}, {len(self.seeds)}),
         ):
             if found != (wanted := set(required)):
@@ -113,6 +117,14 @@ class RobustnessReport:
         shown += [figures.arm for figures in self.structure]
         if not set(shown) <= set(arms):
             raise ArgumentError(f"Margins in a robustness report must be of its arms, not of {set(shown) - set(arms)}.")
+
+    def _parts_of_split(self, arms: Sequence[str], families: Iterable[str]) -> Iterator[tuple[str, set, Iterator]]:
+        """What a split must hold, as `__post_init__` checks it."""
+        if self.split is not None:
+            curves = [self.perturbations[0].name, *families]
+            yield "choice", {(c.arm, c.of) for c in self.split.choice}, itertools.product(arms, curves)
+            judged = {(d.arm, d.against, d.of) for d in self.split.judged}
+            yield "judged", judged, ((d.arm, d.against, d.of) for d in self.area_differences)
 
     @property
     def status(self) -> str:

@@ -13,26 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
-from support_tokens.intervals import Bootstrap, Estimate, Statistic
+from support_tokens.intervals import Bootstrap
 from support_tokens.margin_records import ArmMargins, histograms, sentence
 from support_tokens.measurement import EvaluationData, Measurement, measure
 from support_tokens.perturb import Perturbation
 from support_tokens.perturbation_set import PerturbationSet, standard_perturbations
 from support_tokens.records import (
-    Area,
     ArmRecord,
     BootstrapRecord,
-    Difference,
+    Choice,
     PerturbationRecord,
-    Result,
+    Split,
     StructureFigures,
 )
 from support_tokens.results import RobustnessReport
 from support_tokens.run_folder import versions
+from support_tokens.statistics import Figures
 
 Progress = Callable[[int, int, str], None]
 """Called with batches done, batches in all, and what is being read."""
@@ -145,20 +144,21 @@ def compare(
     details: Mapping[str, ArmDetails] | None = None,
     bootstrap: Bootstrap | None = None,
     structure: Sequence[StructureFigures] = (),
+    split: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> RobustnessReport:
     r"""The report of what `measure` gave for each arm and seed; arguments as in `evaluate_robustness`.
 
-    `structure` is what is known of the structure of the arms.
+    `structure` is what is known of the structure of the arms. With `split`, and two sequences or more, the report also
+    holds what choosing arms on one half of the sequences and judging them on the other needs.
     """
     first, n_seeds = _check_arms(measured, baseline, seeds, details)
     order = [first, *(name for name in measured if name != first)]
     chosen = bootstrap or Bootstrap()
-    figures = _Figures(measured, data, perturbations, chosen, n_seeds)
+    figures = Figures(measured, data, perturbations, chosen, n_seeds)
     known = {name: (details or {}).get(name, ArmDetails()) for name in order}
     labels = tuple(seeds) if seeds is not None else tuple(range(n_seeds))
     rms = {name: float(np.mean([m.embedding_rms for m in measured[name]])) for name in order}
-    families = list(dict.fromkeys(p.family for p in perturbations.items if p.family != "clean"))
     pairs = [(arm, other) for place, arm in enumerate(order) for other in order[:place]]
     return RobustnessReport(
         baseline=first,
@@ -188,7 +188,7 @@ def compare(
             PerturbationRecord(p.name, p.family, p.strength, p.axis, p.record()) for p in perturbations.items
         ),
         results=tuple(figures.result(name, p.name) for name in order for p in perturbations.items),
-        areas=tuple(figures.area(name, family) for name in order for family in families),
+        areas=tuple(figures.area(name, family) for name in order for family in figures.families),
         differences=tuple(
             figures.difference(
                 name, first, p.name, figures.bits(p.name), figures.degradation(p.name), figures.calibration(p.name)
@@ -196,150 +196,37 @@ def compare(
             for name in order[1:]
             for p in perturbations.items
         ),
-        area_differences=tuple(
-            figures.difference(*pair, family, figures.mean_height(family, "bits"), figures.mean_height(family, "ratio"))
-            for pair in pairs
-            for family in families
-        ),
+        area_differences=tuple(figures.area_difference(*pair, family) for pair in pairs for family in figures.families),
         margins=histograms({name: known[name].margins for name in order}),
         sentence=sentence({name: known[name].margins for name in order}),
         structure=tuple(structure),
+        split=_split(measured, data, perturbations, chosen, pairs) if split and data.sequences > 1 else None,
         config=dict(config or {}),
         versions=versions(),
     )
 
 
-class _Figures:
-    """Statistics of what was measured, each a function of the weights of the sequences, so that all are paired."""
-
-    def __init__(
-        self,
-        measured: Mapping[str, Sequence[Measurement]],
-        data: EvaluationData,
-        perturbations: PerturbationSet,
-        bootstrap: Bootstrap,
-        n_seeds: int,
-    ) -> None:
-        self._bootstrap, self._n_seeds, self._sequences = bootstrap, n_seeds, data.sequences
-        self._nats: dict[tuple[str, str], NDArray[np.float64]] = {}
-        self._gaps: dict[tuple[str, str], NDArray[np.float64]] = {}
-        self._units: dict[str, NDArray[np.float64]] = {}
-        self._tokens: dict[str, NDArray[np.float64]] = {}
-        for p in perturbations.items:
-            # What is scored follows from data and perturbation, never from the arm, so that it is one for all.
-            counts = [m for of_arm in measured.values() for m in of_arm]
-            self._units[p.name] = _shared(counts, "units", p.name, data.units)
-            self._tokens[p.name] = _shared(counts, "tokens", p.name, data.predicted)
-            for arm, of_arm in measured.items():
-                self._nats[arm, p.name] = np.stack([m.nats[p.name] for m in of_arm])
-                if all(p.name in m.gaps for m in of_arm):
-                    self._gaps[arm, p.name] = np.stack([m.gaps[p.name] for m in of_arm])
-        self._clean = perturbations.items[0].name
-        self._curves = {p.family: [(0.0, self._clean)] for p in perturbations.items[1:]}
-        for p in perturbations.items[1:]:
-            self._curves[p.family].append((p.strength, p.name))
-
-    def bits(self, perturbation: str) -> "_OfArm":
-        """Nats / ln 2 / scored units, `(..., N)` weights to `(..., S)`."""
-        units = self._units[perturbation]
-
-        def of_arm(arm: str) -> Statistic:
-            nats = self._nats[arm, perturbation]
-            return lambda weights: weights @ nats.T / (math.log(2) * weights @ units)[..., None]
-
-        return of_arm
-
-    def calibration(self, perturbation: str) -> "_OfArm | None":
-        """Expected calibration error, `(..., N)` weights to `(..., S)`; None where some arm was not calibrated."""
-        if any((arm, perturbation) not in self._gaps for arm, name in self._nats if name == perturbation):
-            return None
-        tokens = self._tokens[perturbation]
-
-        def of_arm(arm: str) -> Statistic:
-            gaps = self._gaps[arm, perturbation]
-            flat = gaps.transpose(1, 0, 2).reshape(gaps.shape[1], -1)  # (N, S bins)
-
-            def error(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-                sums = (weights @ flat).reshape(*weights.shape[:-1], gaps.shape[0], gaps.shape[2])
-                return np.abs(sums).sum(-1) / (weights @ tokens)[..., None]
-
-            return error
-
-        return of_arm
-
-    def degradation(self, perturbation: str) -> "_OfArm":
-        """Bits under the perturbation over clean bits."""
-
-        def of_arm(arm: str) -> Statistic:
-            perturbed, clean = self.bits(perturbation)(arm), self.bits(self._clean)(arm)
-            return lambda weights: perturbed(weights) / clean(weights)
-
-        return of_arm
-
-    def mean_height(self, family: str, what: str) -> "_OfArm":
-        """Trapezoidal area under the curve of a family, from clean at strength 0, over its width."""
-        points = sorted(self._curves[family])
-        strengths = np.array([strength for strength, _ in points])
-        of_point = self.bits if what == "bits" else self.degradation
-
-        def of_arm(arm: str) -> Statistic:
-            curve = [of_point(name)(arm) for _, name in points]
-
-            def height(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-                heights = np.stack([statistic(weights) for statistic in curve], axis=-1)
-                return np.trapezoid(heights, strengths, axis=-1) / strengths[-1]
-
-            return height
-
-        return of_arm
-
-    def estimate(self, statistic: Statistic) -> Estimate:
-        return self._bootstrap.interval(statistic, seeds=self._n_seeds, sequences=self._sequences)
-
-    def result(self, arm: str, perturbation: str) -> Result:
-        bits, ratio = self.bits(perturbation)(arm), self.degradation(perturbation)(arm)
-        error = self.calibration(perturbation)
-        every = np.ones(self._sequences)
-        return Result(
-            arm,
-            perturbation,
-            self.estimate(bits),
-            self.estimate(ratio),
-            tuple(bits(every).tolist()),
-            tuple(ratio(every).tolist()),
-            self._sequences,
-            int(self._tokens[perturbation].sum()),
-            None if error is None else self.estimate(error(arm)),
-            () if error is None else tuple(error(arm)(every).tolist()),
+def _split(
+    measured: Mapping[str, Sequence[Measurement]],
+    data: EvaluationData,
+    perturbations: PerturbationSet,
+    bootstrap: Bootstrap,
+    pairs: Sequence[tuple[str, str]],
+) -> Split:
+    chosen_on, judged_on = (
+        Figures(
+            {arm: [m.part(rows) for m in of_arm] for arm, of_arm in measured.items()},
+            data.part(rows),
+            perturbations,
+            bootstrap,
+            len(next(iter(measured.values()))),
         )
-
-    def area(self, arm: str, family: str) -> Area:
-        bits, ratio = self.mean_height(family, "bits")(arm), self.mean_height(family, "ratio")(arm)
-        return Area(arm, family, max(self._curves[family])[0], self.estimate(bits), self.estimate(ratio))
-
-    def difference(
-        self, arm: str, against: str, of: str, bits: "_OfArm", ratio: "_OfArm", error: "_OfArm | None" = None
-    ) -> Difference:
-        paired = [None if figure is None else self._paired(figure, arm, against) for figure in (bits, ratio, error)]
-        return Difference(arm, against, of, *paired)  # type: ignore[arg-type]
-
-    def _paired(self, figure: "_OfArm", arm: str, against: str) -> Estimate:
-        one, other = figure(arm), figure(against)
-        return self.estimate(lambda weights: one(weights) - other(weights))
-
-
-_OfArm = Callable[[str], Statistic]
-
-
-def _shared(measured: Sequence[Measurement], what: str, perturbation: str, clean: Tensor) -> NDArray[np.float64]:
-    """What all models were scored on under a perturbation, `(N,)`; that of the clean data where none says."""
-    found = [held[perturbation] for m in measured if perturbation in (held := getattr(m, what))]
-    if any(not np.array_equal(found[0], other) for other in found[1:]):
-        raise ArgumentError(
-            f"All models must be scored on the same {what} under '{perturbation}', but are not; measure them on one "
-            "data set with one set of perturbations."
-        )
-    return found[0] if found else clean.numpy().astype(np.float64)
+        for rows in (slice(0, None, 2), slice(1, None, 2))
+    )
+    return Split(
+        tuple(Choice(arm, of, bits) for arm in measured for of, bits in chosen_on.heights(arm).items()),
+        tuple(judged_on.area_difference(*pair, family) for pair in pairs for family in judged_on.families),
+    )
 
 
 def _perturbation_set(chosen: PerturbationSet | Sequence[Perturbation] | None) -> PerturbationSet:

@@ -43,6 +43,7 @@ def evaluate_runs(
     others: Sequence[str] = (),
     structure: bool = True,
     timings: bool = True,
+    split: bool = False,
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> RobustnessReport:
@@ -63,6 +64,7 @@ def evaluate_runs(
         structure: Measure the structure of embeddings and attention: before training, after it, and with embeddings
             brought to the size of the baseline's.
         timings: Keep the seconds of training; without them, equal runs have equal reports.
+        split: Also keep what choosing arms on one half of the windows and judging them on the other needs.
         cache: Folder that keeps what was measured, for an evaluation that may be stopped.
         progress: Draw a bar on stderr.
 
@@ -120,6 +122,7 @@ def evaluate_runs(
         seeds=[run.seed for run in arms[first.label]],
         details=details,
         structure=figures,
+        split=split,
         config=config,
     )
 

@@ -2,9 +2,11 @@ r"""Whether a member of the barrier's family beats the best rival at equal clean
 
 __all__ = ["LARGEST_COST", "LAW", "Contest", "contests"]
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from support_tokens.intervals import Estimate
+from support_tokens.records import Difference
 from support_tokens.results import RobustnessReport
 
 LARGEST_COST = 0.014
@@ -19,7 +21,7 @@ class Contest:
     """The best arm of the law against the best rival under one family of perturbations.
 
     `difference` is mean bits over the curve, the law's minus the rival's, paired; `outcome` is `law`, `rival` or
-    `open`. Of several strengths of an arm the best takes part, chosen on the same text: a lead is flattered by that.
+    `open`. Both arms are chosen on one half of the sequences and judged on the other.
     """
 
     family: str
@@ -33,31 +35,30 @@ def contests(report: RobustnessReport) -> tuple[Contest, ...]:
     """One contest a family of perturbations, where the report has arms of both kinds within the clean cost.
 
     Args:
-        report: Any robustness report whose arms are named as in `support_tokens.arms`.
+        report: A robustness report whose arms are named as in `support_tokens.arms`; without a `split` there is no
+            contest, since what is chosen on the text it is judged on would look better than it is.
     """
+    if report.split is None:
+        return ()
+    bits = {(choice.arm, choice.of): choice.bits for choice in report.split.choice}
     clean = report.perturbations[0].name
-    base = report.result(report.baseline, clean).bits.value
-    within = [
-        arm.name
-        for arm in report.arms
-        if report.result(arm.name, clean).bits.value <= (1 + LARGEST_COST) * base or arm.name == report.baseline
-    ]
+    largest = (1 + LARGEST_COST) * bits[report.baseline, clean]
+    within = [arm.name for arm in report.arms if bits[arm.name, clean] <= largest or arm.name == report.baseline]
+    of_law = [arm for arm in within if any(part.split(",")[0] in LAW for part in arm.split(" + "))]
+    rivals = [arm for arm in within if arm not in of_law]
+    if not of_law or not rivals:
+        return ()
     made = []
     for family in dict.fromkeys(area.family for area in report.areas):
-        heights = {a.arm: a.bits.value for a in report.areas if a.family == family and a.arm in within}
-        of_law = [arm for arm in heights if any(part.split(",")[0] in LAW for part in arm.split(" + "))]
-        rivals = [arm for arm in heights if arm not in of_law]
-        if not of_law or not rivals:
-            continue
-        law, rival = (min(group, key=lambda arm: heights[arm]) for group in (of_law, rivals))
-        difference = _bits(report, law, rival, family)
+        law, rival = (min(group, key=lambda arm, of=family: bits[arm, of]) for group in (of_law, rivals))
+        difference = _bits(report.split.judged, law, rival, family)
         ahead = "law" if difference.value < 0 else "rival"
         made.append(Contest(family, law, rival, difference, ahead if difference.excludes(0.0) else "open"))
     return tuple(made)
 
 
-def _bits(report: RobustnessReport, arm: str, other: str, family: str) -> Estimate:
-    for d in report.area_differences:
+def _bits(differences: Sequence[Difference], arm: str, other: str, family: str) -> Estimate:
+    for d in differences:
         if (d.arm, d.against, d.of) == (arm, other, family):
             return d.bits
         if (d.arm, d.against, d.of) == (other, arm, family):

@@ -27,6 +27,7 @@ def noise_png(report: RobustnessReport) -> bytes:
             differences=tuple(d for d in report.differences if d.of in names),
             areas=tuple(a for a in report.areas if a.family in families),
             area_differences=tuple(d for d in report.area_differences if d.of in families),
+            split=None,
         )
     )
 

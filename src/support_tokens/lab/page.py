@@ -33,7 +33,11 @@ def render_markdown(
             _table(("figure", "unit", "paper", "here", "95 % interval", "status", "why"), map(_paper, rows)),
         ]
     if contests:
-        said = f"Arms within {100 * LARGEST_COST:.1f} % of the baseline's clean figure; mean bits over the curve."
+        said = (
+            f"Arms within {100 * LARGEST_COST:.1f} % of the baseline's clean figure; mean bits over the curve. Each "
+            "side's best arm is chosen on one half of the sequences and judged on the other; the trained models are "
+            "the same in both, so a lead by lucky seeds needs other seeds to be found out."
+        )
         parts += [
             "## The law against its rivals",
             said,

@@ -128,6 +128,7 @@ def reproduce(
         families=preset.families,
         others=preset.others,
         timings=False,
+        split=True,
         cache=folder / "measured",
         progress=progress,
     )
