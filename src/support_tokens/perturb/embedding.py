@@ -1,6 +1,6 @@
 r"""Perturbations of the embeddings that enter the first block: Gaussian noise, and tokens that are dropped."""
 
-__all__ = ["EmbeddingNoise", "TokenDrop", "check_scaled_sigma", "standard_noise", "stream"]
+__all__ = ["EmbeddingNoise", "ScaledNoise", "TokenDrop", "check_scaled_sigma", "standard_noise", "stream"]
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,39 @@ from support_tokens.sites import hook_embeddings
 
 
 @dataclass(frozen=True)
-class EmbeddingNoise:
+class ScaledNoise:
+    """What noise on embeddings shares: its size, and how it is recorded.
+
+    Args:
+        sigma: Standard deviation, in units of the embeddings (`absolute`) or of their root mean square (`matched`).
+        scale: What `sigma` is measured in.
+    """
+
+    sigma: float
+    scale: Literal["absolute", "matched"] = "absolute"
+    kind: ClassVar[str]
+
+    @property
+    def strength(self) -> float:
+        """Sigma."""
+        return float(self.sigma)
+
+    @property
+    def axis(self) -> str:
+        """Sigma with its unit."""
+        return "sigma" if self.scale == "absolute" else "sigma / RMS of the embeddings"
+
+    def record(self) -> dict[str, Any]:
+        """Kind, sigma, scale and whatever else defines it."""
+        return {"kind": self.kind, **asdict(self)}
+
+    def deviation(self, rms: float) -> float:
+        """Standard deviation on a model whose clean embeddings have this `rms`."""
+        return self.sigma * (rms if self.scale == "matched" else 1.0)
+
+
+@dataclass(frozen=True)
+class EmbeddingNoise(ScaledNoise):
     r"""Gaussian noise on the embeddings that enter the first block.
 
     $$ x'_t = x_t + \sigma\, s\, \epsilon_t, \qquad \epsilon_t \sim N(0, I), $$
@@ -43,8 +75,6 @@ class EmbeddingNoise:
         ('noise 0.5', 'noise 0.5 x RMS')
     """
 
-    sigma: float
-    scale: Literal["absolute", "matched"] = "absolute"
     seed: int = 0
     kind: ClassVar[str] = "embedding_noise"
 
@@ -62,24 +92,10 @@ class EmbeddingNoise:
         """One curve for absolute, one for scale-matched noise."""
         return f"{self.kind}/{self.scale}"
 
-    @property
-    def strength(self) -> float:
-        """Sigma."""
-        return float(self.sigma)
-
-    @property
-    def axis(self) -> str:
-        """Sigma with its unit."""
-        return "sigma" if self.scale == "absolute" else "sigma / RMS of the embeddings"
-
-    def record(self) -> dict[str, Any]:
-        """Kind, sigma, scale and seed."""
-        return {"kind": self.kind, **asdict(self)}
-
     @contextmanager
     def applied(self, model: nn.Module, rms: float) -> Iterator[Read]:
         """Adds the noise in every forward pass on a batch that went through the yielded function."""
-        deviation = self.sigma * (rms if self.scale == "matched" else 1.0)
+        deviation = self.deviation(rms)
         waiting: list[Batch] = []
 
         def read(batch: Batch) -> Batch:

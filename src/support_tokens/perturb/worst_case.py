@@ -5,20 +5,20 @@ __all__ = ["WorstCaseNoise"]
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
 from support_tokens.perturb.contract import Batch, Read, token_logits, token_nats
-from support_tokens.perturb.embedding import check_scaled_sigma
+from support_tokens.perturb.embedding import ScaledNoise, check_scaled_sigma
 from support_tokens.sites import hook_embeddings
 
 
 @dataclass(frozen=True)
-class WorstCaseNoise:
+class WorstCaseNoise(ScaledNoise):
     r"""The worst embedding noise found in `steps` gradient steps, of the expected norm of Gaussian noise of `sigma`.
 
     The noise $\delta$ of a sequence of $T$ tokens is sought on the sphere
@@ -50,8 +50,6 @@ class WorstCaseNoise:
         ('worst case 0.5, 1 step', 'worst case 0.1 x RMS, 5 steps')
     """
 
-    sigma: float
-    scale: Literal["absolute", "matched"] = "absolute"
     steps: int = 1
     norm: Literal["sequence", "position"] = "sequence"
     kind: ClassVar[str] = "worst_case"
@@ -77,24 +75,10 @@ class WorstCaseNoise:
         """One curve for each scale, number of steps and norm."""
         return f"{self.kind}/{self.scale}/{self.norm}/{self.steps}"
 
-    @property
-    def strength(self) -> float:
-        """Sigma."""
-        return float(self.sigma)
-
-    @property
-    def axis(self) -> str:
-        """Sigma with its unit."""
-        return "sigma" if self.scale == "absolute" else "sigma / RMS of the embeddings"
-
-    def record(self) -> dict[str, Any]:
-        """Kind, sigma, scale, steps and norm."""
-        return {"kind": self.kind, **asdict(self)}
-
     @contextmanager
     def applied(self, model: nn.Module, rms: float) -> Iterator[Read]:
         """Searches in the yielded function, and adds what was found in the forward pass that follows."""
-        deviation = self.sigma * (rms if self.scale == "matched" else 1.0)
+        deviation = self.deviation(rms)
         present: list[Tensor | None] = [None]
 
         def add(x: Tensor) -> Tensor:
