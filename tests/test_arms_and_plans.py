@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import set_seed
 
+from support_tokens import attached_barriers
 from support_tokens.arms import (
     ARMS,
     Arm,
@@ -123,6 +124,14 @@ def test_a_stored_plan_of_another_version_is_an_error_of_the_folder():
 def test_an_arm_that_cannot_be_is_refused(text: str, says: str):
     with pytest.raises(ArgumentError, match=says):
         parse_arm(text)
+
+
+@pytest.mark.parametrize("layers", [2, 7])
+def test_more_layers_than_the_model_has_are_refused_by_their_number(layers: int):
+    model = small_gpt(character_tokenizer(WORDS), layers=1, heads=2, width=8, context=16)
+    with pytest.raises(ArgumentError, match=f"layers must be at most 1, the blocks of the model, received {layers};"):
+        Barrier(source="model", layers=layers).attach(model, seed=0)
+    assert not attached_barriers(model)
 
 
 def test_options_are_numbers_or_words():

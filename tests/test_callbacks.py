@@ -1,5 +1,6 @@
 """The barrier beside the Trainer: figures in logs and TensorBoard, resumption bit for bit, losses of its own."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -163,6 +164,18 @@ def test_a_checkpoint_of_the_trainer_is_a_stock_one_with_the_law_beside(tmp_path
     law = load_file(tmp_path / "checkpoint-4" / _FILE)
     assert torch.equal(law["law.w_q"], handle.law.w_q)
     assert not list((tmp_path / "checkpoint-4").glob(".*"))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_the_law_in_a_checkpoint_has_the_mode_of_an_ordinary_file(tmp_path: Path, mask: int) -> None:
+    made, handle = trainer(tmp_path)
+    before = os.umask(mask)
+    try:
+        BarrierCallback(handle).on_save(made.args, made.state, made.control)
+    finally:
+        os.umask(before)
+    (law,) = tmp_path.glob(f"checkpoint-*/{_FILE}")
+    assert law.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_a_checkpoint_without_the_law_or_with_another_is_refused(tmp_path: Path) -> None:

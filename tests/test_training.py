@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from support_tokens import training
 from support_tokens.arms import (
     Arm,
+    Attachment,
     Barrier,
     CrossEntropy,
     EmbeddingNoise,
@@ -379,3 +380,31 @@ def test_what_a_run_writes_has_the_mode_of_ordinary_files(tmp_path: Path):
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"model.safetensors", "barrier.safetensors"} <= {path.name for path in files}
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o644" for path in files}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_set_up_that_fails_leaves_no_folder_in_the_way_of_a_second_try(tmp_path: Path, force: bool):
+    class Failing(TrainerCallback):
+        def on_init_end(self, args, state, control, **kwargs):
+            raise RuntimeError("no room on the device")
+
+    @dataclasses.dataclass(frozen=True)
+    class Unlucky:
+        name = "ce"
+        summary = "a test"
+
+        def attach(self, model, *, seed):
+            return Attachment(callbacks=(Failing(),))
+
+    for folder in (tmp_path / "new", tmp_path / "empty"):
+        if folder.name == "empty":
+            folder.mkdir()
+        with pytest.raises(RuntimeError, match="no room on the device"):
+            run(folder, Unlucky(), force=force)
+        assert not folder.exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(RunFolderError):
+        run(tmp_path / "mine", Unlucky(), force=force)
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+    assert run(tmp_path / "new").steps == PLAN.steps

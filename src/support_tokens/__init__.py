@@ -26,8 +26,8 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     objective      the penalised loss: the barriers that sit in a model
     handle         BarrierHandle: the user's hold on an attached barrier
     attach         attach_barrier: one line on a causal language model
-    callbacks      the barrier beside the Trainer of transformers
     run_folder     files that are never half written; the folder of a run
+    callbacks      the barrier beside the Trainer of transformers
     corpora        named corpora and files -> text in three parts
     plan           what one training run is asked to do
     small_gpt      SmallGPT: a small GPT-2 over characters

@@ -6,12 +6,13 @@ __all__ = ["BarrierCallback"]
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from support_tokens.attach import BarrierHandle
 from support_tokens.errors import ArgumentError, CaptureError, RunFolderError
+from support_tokens.run_folder import write_bytes
 
 _FILE = "support_tokens.safetensors"
 
@@ -132,9 +133,7 @@ class BarrierCallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
-            part = folder / f".{_FILE}.part"
-            save_file(tensors, part)
-            part.replace(folder / _FILE)
+            write_bytes(folder / _FILE, save(tensors))
 
 
 class _PenalisedLoss:

@@ -16,8 +16,8 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -216,12 +216,7 @@ class RunFolder:
                 "choose another folder."
             )
         try:
-            for name in present:
-                entry = path / name
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
+            _delete(path / name for name in present)
         except OSError as error:
             raise _unwritable(path, error) from error
         folder = cls(path)
@@ -245,6 +240,18 @@ class RunFolder:
             raise RunFolderError(f"there is no run folder '{path}'; train one first, or check the path.")
         folder.config()
         return folder
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Where the block ends in an error, the folder that `create` made is gone again: there is no run to go on
+        with."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                _delete(list(self.path.iterdir()))
+                self.path.rmdir()
+            raise
 
     @property
     def model(self) -> Path:
@@ -309,6 +316,14 @@ class RunFolder:
             write_text(path, text[: text.rfind("\n") + 1])
         kept = [row for row in self.metrics() if row["step"] <= step]
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _delete(entries: Iterable[Path]) -> None:
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _is_ours(name: str) -> bool:

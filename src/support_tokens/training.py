@@ -148,15 +148,16 @@ def train(
     stop = StopAtInterrupt()
     bar = ProgressBar(arm.name) if progress else None
     with torch_threads(plan.threads), quiet_transformers(), _tensorboard_folder(run.path / "tensorboard"):
-        trainer = _Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=windows,
-            eval_dataset=Windows(ids["validation"], plan.context, limit=plan.evaluate_windows),
-            processing_class=tokenizer,
-            data_collator=collate,
-            callbacks=[*attachment.callbacks, MetricsWriter(run), stop, *([bar] if bar else []), CheckpointSeal()],
-        )
+        with contextlib.nullcontext() if resume else run.undone_on_error():
+            trainer = _Trainer(
+                model=model,
+                args=arguments,
+                train_dataset=windows,
+                eval_dataset=Windows(ids["validation"], plan.context, limit=plan.evaluate_windows),
+                processing_class=tokenizer,
+                data_collator=collate,
+                callbacks=[*attachment.callbacks, MetricsWriter(run), stop, *([bar] if bar else []), CheckpointSeal()],
+            )
         trainer.penalty = attachment.penalty
         trainer.remove_callback(PrinterCallback)
         # Ahead of TensorBoard, which would otherwise write a row before the arm has added its figures to it.

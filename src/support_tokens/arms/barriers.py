@@ -20,7 +20,7 @@ from support_tokens.errors import ArgumentError
 from support_tokens.logdet import full_precision
 from support_tokens.margins import state_margins
 from support_tokens.run_folder import write_bytes
-from support_tokens.sites import hook_embeddings
+from support_tokens.sites import decoder_blocks, hook_embeddings
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,16 @@ class Barrier:
             )
 
     def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Registers the law in the model, if any, and adds the penalty to its loss in train mode."""
+        """Registers the law in the model, if any, and adds the penalty to its loss in train mode.
+
+        Raises:
+            ArgumentError: The model has fewer blocks than `layers`.
+        """
+        if self.layers > (depth := len(decoder_blocks(model))):
+            raise ArgumentError(
+                f"arm 'barrier': layers must be at most {depth}, the blocks of the model, received {self.layers}; pass "
+                "fewer layers."
+            )
         weight: Weight = self.weight
         if self.warmup or self.fade:
             final = 0.0 if self.fade else None
