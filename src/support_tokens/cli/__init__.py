@@ -12,7 +12,7 @@ INTERRUPTED = "interrupted; where a verb has --resume, that goes on from the las
 def main() -> None:
     """Runs the verb that the command line names; an error becomes one sentence, never a traceback."""
     try:
-        from support_tokens.cli import analyze, bench, explore, reproduce  # noqa: F401  # each file adds its verbs
+        from support_tokens.cli import analyze, bench, explore, generate, reproduce  # noqa: F401  # each file adds its verbs
         from support_tokens.cli.verbs import app
 
         app()

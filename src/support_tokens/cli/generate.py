@@ -1,0 +1,195 @@
+"""`support-tokens generate`: text as a model writes it, each token with its uncertainty."""
+
+__all__ = ["generate"]
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from support_tokens.cli.analyze import _layers, _listed, _read
+from support_tokens.cli.verbs import app
+from support_tokens.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from support_tokens.decoding import GeneratedToken, Generation
+
+Drawn = "Draws"
+Watched = "Uncertainty"
+
+# From certain to uncertain, on dark and on light grounds alike; the last are bold too, for eyes that see no colours.
+_STYLES = ("default", "default", "default", "yellow", "dark_orange", "bold dark_orange", "bold red")
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Option(help="A run folder, a folder of a checkpoint, or a name that transformers knows.")
+    ],
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in the folder of the model.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="What to continue; may be repeated.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with one prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens written.")] = 64,
+    layers: Annotated[
+        str, typer.Option(help="Blocks whose margins are read: 0,1 or 0-5 or -1; each costs.", rich_help_panel=Watched)
+    ] = "0",
+    view: Annotated[str, typer.Option(help="noise or block.", rich_help_panel=Watched)] = "noise",
+    signals: Annotated[
+        str | None,
+        typer.Option(help="By commas; entropy, probability, margin if none.", rich_help_panel=Watched),
+    ] = None,
+    color: Annotated[
+        str, typer.Option(help="Signal that colours the text; its first layer.", rich_help_panel=Watched)
+    ] = "NegativeLogMargin",
+    stop_above: Annotated[
+        list[str] | None,
+        typer.Option(help="SIGNAL=VALUE: abstain before a token above it; may be repeated.", rich_help_panel=Watched),
+    ] = None,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens, not the most probable one.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Above 0.", rich_help_panel=Drawn)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep as many tokens.", rich_help_panel=Drawn)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep this share of probability.", rich_help_panel=Drawn)] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep tokens of this share of the best one's.", rich_help_panel=Drawn)
+    ] = None,
+    adapt: Annotated[
+        str | None,
+        typer.Option(
+            help="temperature or min-p by the margin, with options: temperature:pivot=1,slope=0.5.",
+            rich_help_panel=Drawn,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the first prompt; +1 for each next.", rich_help_panel=Drawn)] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="As torch names it.")] = "cpu",
+    json_: Annotated[Path | None, typer.Option("--json", help="Record to write.", rich_help_panel="Output")] = None,
+) -> None:
+    """Continue a prompt and show how sure the model is of each token: entropy, margins, and abstaining by either."""
+    drawing: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "adapt": adapt,
+    }
+    given = {name: value for name, value in drawing.items() if value is not None}
+    if given and not sample:
+        raise ArgumentError(
+            f"--{next(iter(given)).replace('_', '-')} changes what is drawn, and without --sample nothing is; pass "
+            "--sample too."
+        )
+    prompts = _prompts(prompt, prompt_file)
+    limits = dict(map(_limit, stop_above or ()))
+    if json_ is not None:  # now, so that no text is lost for want of a folder
+        json_.parent.mkdir(parents=True, exist_ok=True)
+    from support_tokens.analysis import load_model
+    from support_tokens.decoding import DEFAULT_SIGNALS, GenerationRecord
+    from support_tokens.decoding import generate as generate_texts
+    from support_tokens.decoding.prompts import encoded_prompts
+    from support_tokens.devices import checked_device
+    from support_tokens.run_folder import versions
+    from support_tokens.sites import decoder_blocks
+
+    checked_device(device)
+    rule = {} if adapt is None else {"adapt": _rule(adapt)}
+    loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)
+    encoded_prompts(loaded, tokenizer, prompts, max_new_tokens)  # all of them, before the first is continued
+    chosen = _layers(layers, len(decoder_blocks(loaded)))
+    names = list(DEFAULT_SIGNALS) if signals is None else list(_listed(signals))
+    found: list[Generation] = []
+    try:
+        for place, text in enumerate(prompts):
+            shown = _Shown(text, color)
+            made = generate_texts(
+                loaded, tokenizer, [text], max_new_tokens=max_new_tokens, layers=chosen, view=view, signals=names,
+                do_sample=sample, seed=seed + place, stop_above=limits, on_token=shown.token, **{**given, **rule},
+            )  # fmt: skip
+            found += made
+            shown.end(made[0])
+            if made[0].finish_reason == "interrupted":
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        print("support-tokens: interrupted; what was written is kept.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finally:
+        if json_ is not None and found:
+            settings = {
+                "layers": layers, "view": view, "max_new_tokens": str(max_new_tokens), "sample": str(sample),
+                "seed": str(seed), "dtype": dtype, "stop_above": ", ".join(stop_above or ()),
+                **{name: str(value) for name, value in given.items()},
+            }  # fmt: skip
+            GenerationRecord(model, tuple(found), settings, versions()).to_json(json_)
+            print(f"Wrote {json_}")
+
+
+class _Shown:
+    """One text on the terminal as it is written, coloured where the terminal has colours."""
+
+    def __init__(self, prompt: str, color: str) -> None:
+        from rich.console import Console
+
+        self._console, self._color = Console(), color
+        self._values: list[float] = []
+        self._said = ""
+        self._print(prompt, "dim")
+
+    def _print(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        from support_tokens.report.words import visible
+
+        # A Text has no markup, and what is left of control characters acts on no terminal.
+        lines = [visible(line) if line else "" for line in text.split("\n")]
+        self._console.print(Text("\n".join(lines), style=style), end="", soft_wrap=True, highlight=False)
+
+    def token(self, _row: int, token: "GeneratedToken") -> None:
+        from support_tokens.views.scale import band, limits_of
+
+        value = next((v for name, v in token.signals.items() if name.partition(" (")[0] == self._color), None)
+        step = 0
+        if value is not None:
+            self._values.append(-value)
+            step = band(-value, limits_of(self._values))
+        self._said += token.text
+        self._print(token.text, _STYLES[step])
+
+    def end(self, made: "Generation") -> None:
+        """What is left of the text, and why it ended."""
+        self._print(made.text[len(self._said) :] + "\n", "default")
+        self._print(made.sentence + "\n", "dim")
+
+
+def _prompts(prompt: list[str] | None, prompt_file: Path | None) -> list[str]:
+    if bool(prompt) == (prompt_file is not None):
+        raise ArgumentError(
+            f"one of --prompt and --prompt-file is required, received {'both' if prompt else 'none'}; pass one."
+        )
+    return list(prompt or ()) if prompt_file is None else [_read(prompt_file)]
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, value = text.rpartition("=")
+    try:
+        return name, float(value)
+    except ValueError as error:
+        raise ArgumentError(
+            f"--stop-above must be SIGNAL=VALUE, like NegativeLogMargin=3, received {text!r}; give a number."
+        ) from error
+
+
+def _rule(text: str):
+    from support_tokens.decoding import MarginMinP, MarginTemperature
+
+    rules = {"temperature": MarginTemperature, "min-p": MarginMinP}
+    name, _, options = text.partition(":")
+    try:
+        numbers = {key.strip(): float(value) for key, value in (word.split("=") for word in _listed(options))}
+        return rules[name](**numbers)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(
+            f"--adapt must be temperature or min-p, with options like min-p:pivot=1,slope=0.5, received {text!r}; "
+            "see the guide for the options of each."
+        ) from error
