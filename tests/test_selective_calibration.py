@@ -130,7 +130,7 @@ def test_a_threshold_that_nothing_reaches_abstains_and_says_so() -> None:
     for found in (control_error_share(score, error, risk=0.01), control_selective_risk(score, error, risk=0.2)):
         assert found.abstains
         assert found.stop_above == {"score": -np.inf}
-        assert found.sentence.startswith("No threshold of score reaches")
+        assert found.sentence.startswith("No threshold of score keeps the")
         assert "so everything is abstained from" in found.sentence
         outcome = measure_threshold(found, score, error)
         assert (outcome.coverage, outcome.error_share, outcome.risk) == (0, 0, None)
@@ -144,7 +144,7 @@ def test_one_decision_a_sequence() -> None:
     assert found.value is not None
     assert 0.35 < found.value < 0.62
     assert "Answering while Perplexity is at most" in found.sentence
-    assert "selective risk of at most 0.3 with confidence 0.95, calibrated on 600 sequences" in found.sentence
+    assert "selective risk at or below 0.3 with confidence 0.95, calibrated on 600 sequences" in found.sentence
 
 
 @pytest.mark.parametrize("control", [control_error_share, control_selective_risk])

@@ -67,15 +67,15 @@ class Threshold:
     @property
     def sentence(self) -> str:
         """The outcome of the calibration in one sentence."""
-        bound = f"{self.kind} of at most {self.risk:g}"
+        bound = f"{self.kind} at or below {self.risk:g}"
         held = "in expectation" if self.confidence is None else f"with confidence {self.confidence:g}"
         if self.value is None:
             return (
-                f"No threshold of {self.signal} reaches a {bound} {held} on {self.sequences} sequences, so everything "
+                f"No threshold of {self.signal} keeps the {bound} {held} on {self.sequences} sequences, so everything "
                 "is abstained from; allow a larger risk, calibrate on more sequences or choose another signal."
             )
         return (
-            f"Answering while {self.signal} is at most {self.value:.6g} has a {bound} {held}, calibrated on "
+            f"Answering while {self.signal} is at most {self.value:.6g} keeps the {bound} {held}, calibrated on "
             f"{self.sequences} sequences, of whose predictions it answers {100 * self.measured.coverage:.1f} %."
         )
 
