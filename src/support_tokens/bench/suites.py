@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from support_tokens.bench import peers
+from support_tokens.bench.generation import generation_steps
 from support_tokens.bench.measure import Step, Timing, in_turn, machine, measure_ceilings, peak_memory, ratio
 from support_tokens.bench.plan import SHAPES, Ceilings, barrier_counts, plain_counts
 from support_tokens.bench.record import Arm, BenchRecord, Check, Prediction
@@ -26,8 +27,9 @@ from support_tokens.errors import ArgumentError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import state_margins
 
-SUITES = ("targets", "peers", "smoke")
-"""`targets`: all of the targets and peers, in minutes; `peers`: SmallGPT only; `smoke`: all of it on toy sizes."""
+SUITES = ("targets", "peers", "smoke", "generate")
+"""`targets`: all of the targets and peers, in minutes; `peers`: SmallGPT only; `smoke`: all of it on toy sizes;
+`generate`: generation with margins beside plain generation."""
 
 
 def run_suite(
@@ -48,6 +50,9 @@ def run_suite(
         raise ArgumentError(f"suite must be one of {', '.join(SUITES)}, received {suite!r}; choose one of them.")
     checked_device(device)
     run = _Run(rounds, device, log)
+    if suite == "generate":
+        run.generation(length=64, tokens=32)
+        return BenchRecord(suite, machine(device), tuple(run.arms), tuple(run.checks))
     toy = suite == "smoke"
     run.small_gpt(batch=2 if toy else 16, length=32 if toy else 256)
     run.against_autograd(length=12 if toy else 128)
@@ -179,6 +184,13 @@ class _Run:
         steps = {"forward pass": lambda: model(ids), "margins of one layer": lambda: state_margins(state)}
         found = self.timed("SmolLM2-135M, one sequence, every token exact", steps, rounds=3)
         self.check("margins of one layer, in forward passes", found["margins of one layer"].ratio, 3.0)
+
+    def generation(self, length: int, tokens: int) -> None:
+        """The shape of SmolLM2-135M: a greedy text with the uncertainty of each token, beside the text alone."""
+        steps = generation_steps(length, tokens, device=self.device)
+        found = self.timed(f"SmolLM2-135M, {tokens} tokens after {length}", steps)
+        ours = found["and the margin of one layer"]
+        self.check("SmolLM2-135M shape, generation with the margin of one layer: time", ours.ratio, 1.10)
 
     def growth(self, lengths: tuple[int, ...]) -> None:
         """The law's penalty by length, batch and number of positions."""

@@ -17,7 +17,7 @@ Measured = "Measure"
 @app.command()
 def bench(
     suite: Annotated[
-        str, typer.Option(help="targets, peers, or smoke (toy sizes).", rich_help_panel=Measured)
+        str, typer.Option(help="targets, peers, generate, or smoke (toy sizes).", rich_help_panel=Measured)
     ] = "targets",
     out: Annotated[Path | None, typer.Option(help="Record to write.", rich_help_panel=Measured)] = None,
     table: Annotated[Path | None, typer.Option(help="Markdown to write.", rich_help_panel=Measured)] = None,
