@@ -94,7 +94,13 @@ def test_a_rule_is_told_the_margin_of_the_position() -> None:
             inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=False, max_new_tokens=4,
             logits_processor=[adapt],
         )  # fmt: skip
-    assert_close(torch.stack(seen), torch.stack(kept), **CLOSE)
+        # Another text, as long as the first would have become: it begins anew.
+        model.generate(
+            torch.full((3, inputs["input_ids"].shape[1] + 4), 5), do_sample=False, max_new_tokens=2,
+            logits_processor=[adapt],
+        )  # fmt: skip
+    assert_close(torch.stack(seen[:4]), torch.stack(kept), **CLOSE)
+    assert len(seen) == 6
 
 
 def test_beams_are_refused() -> None:

@@ -90,6 +90,7 @@ __all__ = [
     "attention_slogdet",
     "capture_attention",
     "evaluate_robustness",
+    "generate",
     "is_near_singular",
     "model_margins",
     "safe_slogdet",
@@ -124,7 +125,7 @@ if TYPE_CHECKING:
     from support_tokens.analysis import MarginReport, analyze, model_margins
     from support_tokens.callbacks import BarrierCallback
     from support_tokens.capture import capture_attention
-    from support_tokens.decoding import score_sequences, score_tokens
+    from support_tokens.decoding import generate, score_sequences, score_tokens
     from support_tokens.results import RobustnessReport
     from support_tokens.robustness import evaluate_robustness
 
@@ -137,6 +138,7 @@ _LAZY = {
     "analyze": "analysis",
     "capture_attention": "capture",
     "evaluate_robustness": "robustness",
+    "generate": "decoding",
     "model_margins": "analysis",
     "score_sequences": "decoding",
     "score_tokens": "decoding",

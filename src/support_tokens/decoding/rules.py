@@ -138,15 +138,16 @@ class MarginProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         """As `generate` calls it: tokens so far `(B, T)`, and logits `(B, V)`."""
-        before = self._ids
-        going_on = before is not None and before.shape == (len(input_ids), input_ids.shape[1] - 1)
-        if going_on and before is not None and not torch.equal(input_ids[:, :-1], before):
+        states = self._capture.states()
+        (state,) = states.values()
+        before = None if state.key.shape[2] == state.length else self._ids  # a text that begins goes on from nothing
+        if before is not None and not torch.equal(input_ids[:, :-1], before):
             raise ArgumentError(
                 "MarginProcessor must see each text go on in its own row, received texts that were reordered, as beam "
                 "search does, where a margin would be held against another beam's; sample or decode greedily."
             )
         self._ids = input_ids
-        (slogdet,) = self._reader(self._capture.states(), 1).values()
+        (slogdet,) = self._reader(states, 1).values()
         self.log_margin = slogdet.log_abs_det[:, 0]
         return self.rule(scores, self.log_margin)
 
