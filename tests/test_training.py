@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from support_tokens import training
-from support_tokens.arms import (
-    Arm,
-    Attachment,
-    Barrier,
-    CrossEntropy,
-    EmbeddingNoise,
-    arm_config,
-    arm_from_config,
-)
+from support_tokens.arms import Arm, Attachment, Barrier, CrossEntropy, EmbeddingNoise, arm_config, arm_from_config
 from support_tokens.corpora import Corpus
 from support_tokens.errors import ArgumentError, DataError, RunFolderError, TrainingError
 from support_tokens.plan import TrainingPlan, plan_from_config
 from support_tokens.run_folder import RunFolder, read_json
 from support_tokens.small_gpt import load_small_gpt
-from support_tokens.trainer_callbacks import StopAtInterrupt, last_sealed_checkpoint
+from support_tokens.trainer_callbacks import last_sealed_checkpoint
 from support_tokens.training import read_result, train, train_arms
 
 WORDS = "In the beginning God created the heaven and the earth . And the earth was without form , and void ; "
@@ -330,30 +321,6 @@ def test_arms_are_trained_side_by_side_and_finished_ones_kept(tmp_path: Path):
     with pytest.raises(RunFolderError, match="loud' exists and is not empty"):
         train_arms(PLAN, CORPUS, arms, tmp_path, progress=False)
     assert not (tmp_path / "plain").exists(), "the folder in the way is seen before the first arm is trained"
-
-
-def test_an_interrupt_outside_of_the_main_thread_is_left_to_the_caller():
-    handlers = []
-
-    def enter():
-        with StopAtInterrupt():
-            handlers.append(signal.getsignal(signal.SIGINT))
-
-    before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert handlers == [before]
-
-
-def test_a_second_interrupt_stops_at_once():
-    before = signal.getsignal(signal.SIGINT)
-    with StopAtInterrupt() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert stop.interrupted
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_corrupt_result_is_refused(tmp_path: Path):

@@ -172,6 +172,10 @@ class _Covariance(torch.autograd.Function):
         ctx.reach = reach
         shape = *weights.shape[:-1], value.shape[-1], key.shape[-1]
         joint = torch.mul(mean_value.unsqueeze(-1), -mean_key.unsqueeze(-2))
+        if weights.shape[3] == 1:
+            # One more token of a text that is being written: outer products of all keys would cost more than their sum.
+            weighted = weights.unsqueeze(-1) * value[:, :, None, None]
+            return joint.add_(weighted.mT @ key[:, :, None, None])
         stacked = joint.view(*weights.shape[:2], -1, shape[-2] * shape[-1])
         for keys, first in _key_blocks(weights, value, key, reach):
             outer = _outer(value[:, :, keys], key[:, :, keys])
