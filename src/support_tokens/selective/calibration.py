@@ -37,7 +37,7 @@ def control_error_share(
 ) -> Threshold:
     r"""The largest threshold whose error share is at most `risk` in expectation, by conformal risk control.
 
-    $$ \hat\tau = \max\Big\{\tau : \frac{1}{n + 1} \Big( \sum_{i=1}^n L_i(\tau) + 1 \Big) \le \mathrm{risk} \Big\}
+    $$ \hat\tau = \max \Big( \tau : \frac{1 + \sum_{i=1}^n L_i(\tau)}{n + 1} \le \mathrm{risk} \Big)
        \quad\Rightarrow\quad E[L_{n+1}(\hat\tau)] \le \mathrm{risk}, $$
 
     over the draw of the n calibration sequences **and** of the next one. It holds for any signal and any model, if the
