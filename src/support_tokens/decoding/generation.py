@@ -3,6 +3,7 @@ r"""Generation that knows its margin: `model.generate` with a KV cache, and the 
 __all__ = ["DEFAULT_SIGNALS", "generate"]
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from support_tokens.decoding.lent import evaluating, generating_plainly
 from support_tokens.decoding.observer import Observer
 from support_tokens.decoding.prompts import Prompts, encoded_prompts, end_tokens
 from support_tokens.decoding.record import GeneratedToken, Generation
@@ -62,7 +64,8 @@ def generate(
 
     The pass over a prompt gives the margin of its last position only, and each later pass that of one: one LU
     factorisation a token and layer. A text depends neither on the others of its batch nor on padding; signals are those
-    that `score_tokens` gives of the finished text.
+    that `score_tokens` gives of the finished text. So nothing but its end tokens is taken from the model's own
+    generation settings: penalties and biases there would change the logits that signals are of.
 
     Args:
         model: A causal language model of transformers, of a supported family; read in evaluation mode.
@@ -126,32 +129,27 @@ def generate(
     seeds = [seed + row for row in range(len(encoded.rows))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(encoded.rows):
         raise ArgumentError(f"seed must be one number, or one a prompt, received {len(seeds)} for {len(encoded.rows)}.")
-    training, observer = model.training, Observer(model, (*watched, *margin), layers, view, law)
-    run = Run(observer, watched, tokenizer, encoded, ends, max_new_tokens, limits, adapt, on_token)
-    processors: list[Any] = [run.before]
-    if do_sample:
-        processors += [*_warpers(temperature, top_k, top_p, min_p), RowSampler(seeds)]
-    model.eval()
-    try:
-        with quiet_transformers():
+    drawing = [*_warpers(temperature, top_k, top_p, min_p), RowSampler(seeds)] if do_sample else []
+    with ExitStack() as after:
+        observer = Observer(model, (*watched, *margin), layers, view, law)
+        after.callback(observer.remove)
+        run = Run(observer, watched, tokenizer, encoded, ends, max_new_tokens, limits, adapt, on_token)
+        for lent in (quiet_transformers(), evaluating(model), generating_plainly(model, ends, encoded.pad)):
+            after.enter_context(lent)
+        try:
             model.generate(  # type: ignore[operator]
                 input_ids=encoded.ids,
                 attention_mask=encoded.mask,
                 max_new_tokens=max_new_tokens,
-                logits_processor=LogitsProcessorList(processors),
+                logits_processor=LogitsProcessorList([run.before, *drawing]),
                 stopping_criteria=StoppingCriteriaList([run.after]),  # type: ignore[list-item]
                 do_sample=False,  # the last processor draws
                 num_beams=1,
                 use_cache=True,
-                eos_token_id=sorted(ends) or None,
-                pad_token_id=encoded.pad,
             )
-    except KeyboardInterrupt:
-        if not run.begun:
-            raise
-    finally:
-        observer.remove()
-        model.train(training)
+        except KeyboardInterrupt:
+            if not run.begun:
+                raise
     return run.generations()
 
 

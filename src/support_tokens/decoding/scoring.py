@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from support_tokens.decoding.lent import evaluating
 from support_tokens.decoding.observer import Observer
 from support_tokens.decoding.signals import (
     SEQUENCE_SIGNALS,
@@ -148,9 +149,7 @@ def _passes(
         raise ArgumentError(
             f"prompt_lengths must be at least 1, received {int(prompts.min())}; the first token follows nothing."
         )
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for begin in range(0, len(input_ids), size):
             rows = slice(begin, begin + size)
             ids, real, whole = input_ids[rows], mask[rows].bool(), bool(mask[rows].all())
@@ -165,8 +164,6 @@ def _passes(
                 yield observer.read(logits, following, given, answer), answer
             finally:
                 observer.remove()
-    finally:
-        model.train(training)
 
 
 def _checked(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
