@@ -1,6 +1,7 @@
 """Generation: what each text is told with is what scoring the finished text says, whatever stood beside it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,34 @@ def test_a_text_abstains_before_the_token_over_the_threshold() -> None:
             assert "RAUQ (layer=0) never rose above 1e+09" in text.sentence
 
 
+@pytest.mark.parametrize("limit", [99.0, float("inf")])
+def test_a_signal_that_is_no_number_is_below_no_threshold(limit: float, monkeypatch) -> None:
+    signal = replace(TOKEN_SIGNALS["TokenEntropy"], of=lambda q: torch.full_like(q["entropy"], torch.nan))
+    monkeypatch.setitem(TOKEN_SIGNALS, "TokenEntropy", signal)
+    (text,) = generate(endless(), TOKENIZER, "a", max_new_tokens=3, stop_above={"TokenEntropy": limit})
+    assert (text.finish_reason, text.tokens) == ("abstained", ())
+    assert "TokenEntropy was nan, where a number is required" in text.sentence
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("made", [torch.nan, -torch.inf])
+def test_no_token_is_chosen_from_what_a_rule_leaves_without_numbers(sampled: bool, made: float) -> None:
+    def rule(scores: Tensor, log_margin: Tensor) -> Tensor:
+        return scores.index_fill(0, torch.tensor([1]), made)
+
+    texts = generate(endless(), TOKENIZER, PROMPTS, max_new_tokens=2, adapt=rule, do_sample=sampled)
+    assert [text.finish_reason for text in texts] == ["length", "nonfinite", "length"]
+    assert texts[1].tokens == ()
+
+
+def test_padding_needs_no_token_that_the_model_has() -> None:
+    model, tokenizer = endless(), character_tokenizer("abcdefghijklmnopqrst ")
+    plain = generate(model, TOKENIZER, PROMPTS, max_new_tokens=3)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id >= model.config.vocab_size
+    assert generate(model, tokenizer, PROMPTS, max_new_tokens=3) == plain
+
+
 def test_an_end_token_ends_its_text_alone() -> None:
     model = endless()
     free = generate(model, TOKENIZER, PROMPTS, max_new_tokens=8)
@@ -191,24 +220,52 @@ def test_an_interrupt_keeps_what_was_written() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_characters_of_several_tokens_are_streamed_whole() -> None:
+@pytest.mark.parametrize("kind", ["level", "fallback"])
+@pytest.mark.parametrize(
+    ("prompt", "written", "pieces"),
+    [
+        (b"b", "éa".encode(), ["", "é", "a"]),
+        (b"b", "€😀".encode(), ["", "", "€", "", "", "", "😀"]),
+        # A prompt that ends inside of a character, and one whose last ids begin inside of one.
+        (b"b\xc3", b"\xa9a", ["é", "a"]),
+        (b"b\xe2\x82", b"\xaca", ["€", "a"]),
+        ("b😀é".encode(), "é".encode(), ["", "é"]),
+    ],
+)
+def test_characters_of_several_tokens_are_streamed_whole(kind, prompt, written, pieces) -> None:
+    """Tokens are bytes: pieces make up the text, and hold no sign of a character that was not complete yet."""
     from tokenizers import Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import ByteLevel
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<0xC3>": 3, "<0xA9>": 4, "<unk>": 0, "a": 1, "b": 2}
+    used = sorted({*prompt, *written})
+    if kind == "level":
+        shown = [c for c, _ in ByteLevel(add_prefix_space=False).pre_tokenize_str((prompt + written).decode())]
+        names = dict(zip(prompt + written, "".join(shown), strict=True))
+        decoder = decoders.ByteLevel()
+    else:
+        names, decoder = (
+            {b: chr(b) if b < 128 else f"<0x{b:02X}>" for b in used},
+            decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]),
+        )
+    vocabulary = {"<unk>": 0, **{names[b]: place for place, b in enumerate(used, 1)}}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    inner.decoder = decoder
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-    model, order = endless(), [3, 4, 1]
+    ids = {b: place for place, b in enumerate(used, 1)}
+    model, found = endless(), []
 
     def force(_module, _args, logits: Tensor) -> Tensor:
-        logits[..., order[min(len(pieces), 2)]] = 1e3
+        logits[..., ids[written[min(len(found), len(written) - 1)]]] = 1e3
         return logits
 
-    pieces: list[str] = []
     model.lm_head.register_forward_hook(force)
-    (text,) = generate(model, tokenizer, [[2]], max_new_tokens=3, on_token=lambda _, t: pieces.append(t.text))
-    assert (pieces, text.text) == (["", "é", "a"], "éa")
+    given = [[ids[b] for b in prompt]]
+    (text,) = generate(
+        model, tokenizer, given, max_new_tokens=len(written), signals=["TokenEntropy"],
+        on_token=lambda _, token: found.append(token.text),
+    )  # fmt: skip
+    assert (found, text.text) == (pieces, "".join(pieces))
 
 
 def test_rules_by_hand() -> None:
@@ -239,7 +296,18 @@ def test_a_record_goes_to_json_and_back(tmp_path) -> None:
         (["a", []], {}, "prompt 1 is empty"),
         ([[23]], {}, "outside of the vocabulary of 23"),
         ("a" * 60, {"max_new_tokens": 5}, "60 tokens, which with max_new_tokens = 5 is over the context"),
-        ("a", {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ([3, 4], {}, r"pass \[ids\] for the ids of one prompt"),
+        (None, {}, "prompts must be a text"),
+        ([[3.5]], {}, "prompt 0 must be a text or whole numbers"),
+        ([["a"]], {}, "prompt 0 must be a text or whole numbers"),
+        ([[-1]], {}, "outside of the vocabulary of 23"),
+        ("a\udcff", {}, "prompt 0 holds half of a character at place 1"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number, at least 1"),
+        ("a", {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, at least 1"),
+        ("a", {"top_k": 2.5}, "top_k must be a whole number"),
+        ("a", {"seed": 2.5}, "seed must be whole numbers"),
+        ("a", {"seed": 2**64}, "seed must be whole numbers"),
+        ("a", {"stop_above": {"TokenEntropy": None}}, "stop_above must give a number"),
         ("a", {"temperature": 0.0}, "temperature must be"),
         ("a", {"top_p": 1.5}, "top_p must be"),
         ("a", {"top_k": 0}, "top_k must be"),

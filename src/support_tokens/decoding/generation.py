@@ -4,6 +4,7 @@ __all__ = ["DEFAULT_SIGNALS", "generate"]
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -84,8 +85,8 @@ def generate(
         seed: Row i draws from `seed + i`, or from `seed[i]`, so that it draws the same with any other batch.
         adapt: `MarginTemperature` or `MarginMinP` on the margin of the first of `layers`; neither changes which token
             is the most probable one.
-        stop_above: Largest allowed value by name of a signal; a text abstains before a token whose signal is above, in
-            any layer where the name says none.
+        stop_above: Largest allowed value by name of a signal; a text abstains before a token whose signal is above, or
+            no number, in any layer where the name says none.
         on_token: Told the row and each token when it is written.
         num_beams: 1. Beam search is refused: its texts change rows at every step, and a signal carried along, the
             memory of RAUQ or a threshold passed, would end up with another beam's text.
@@ -126,7 +127,9 @@ def generate(
     watched = tuple(dict.fromkeys((*chosen, *stops)))
     margin = () if adapt is None else (TOKEN_SIGNALS["NegativeLogMargin"],)
     ends = end_tokens(model, tokenizer)
-    seeds = [seed + row for row in range(len(encoded.rows))] if isinstance(seed, int) else list(seed)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(len(encoded.rows))]
+    if not all(_whole(one) and -(2**63) <= int(one) < 2**63 for one in seeds):
+        raise ArgumentError(f"seed must be whole numbers of 64 bits, received {seed!r:.60}; 0 is the default.")
     if len(seeds) != len(encoded.rows):
         raise ArgumentError(f"seed must be one number, or one a prompt, received {len(seeds)} for {len(encoded.rows)}.")
     drawing = [*_warpers(temperature, top_k, top_p, min_p), RowSampler(seeds)] if do_sample else []
@@ -157,14 +160,23 @@ def _check_options(
     max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> None:
     for name, value, fits, required in (
-        ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        (
+            "max_new_tokens",
+            max_new_tokens,
+            _whole(max_new_tokens) and max_new_tokens >= 1,
+            "a whole number, at least 1",
+        ),
         ("temperature", temperature, 0 < temperature < float("inf"), "a finite number above 0"),
-        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
+        ("top_k", top_k, top_k is None or (_whole(top_k) and top_k >= 1), "a whole number, at least 1"),
         ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
         ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1"),
     ):
         if not fits:
             raise ArgumentError(f"{name} must be {required}, received {value}; leave it out for its default.")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _warpers(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> list[LogitsProcessor]:

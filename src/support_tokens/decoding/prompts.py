@@ -4,6 +4,7 @@ __all__ = ["Encoded", "Prompts", "encoded_prompts", "end_tokens"]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -48,11 +49,10 @@ def encoded_prompts(model: nn.Module, tokenizer: Any, prompts: Prompts, max_new_
         tensor([[0, 0, 1],
                 [1, 1, 1]])
     """
-    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    given = [prompts] if isinstance(prompts, str) else _listed(prompts)
     if not given:
         raise ArgumentError("prompts must hold one prompt or more, received none; pass a text.")
-    rows = [tuple(tokenizer(p)["input_ids"]) if isinstance(p, str) else tuple(int(i) for i in p) for p in given]
-    texts = [p if isinstance(p, str) else tokenizer.decode(list(p)) for p in given]
+    rows = [_ids(tokenizer, place, prompt) for place, prompt in enumerate(given)]
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     context, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
@@ -68,14 +68,43 @@ def encoded_prompts(model: nn.Module, tokenizer: Any, prompts: Prompts, max_new_
                 f"prompt {place} has {len(row)} tokens, which with max_new_tokens = {max_new_tokens} is over the "
                 f"context of {type(model).__name__}, {context} tokens; shorten the prompt or lower max_new_tokens."
             )
-    ends = end_tokens(model, tokenizer)
+    texts = [p if isinstance(p, str) else tokenizer.decode(list(row)) for p, row in zip(given, rows, strict=True)]
     pad = getattr(tokenizer, "pad_token_id", None)
-    pad = min(ends, default=0) if pad is None else int(pad)
+    if pad is None or (vocabulary is not None and pad >= vocabulary):
+        pad = min(end_tokens(model, tokenizer), default=0)  # masked, so any id will do that the model has
     longest = max(map(len, rows))
     device = next(model.parameters()).device
     ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    return Encoded(tuple(texts), tuple(rows), ids, mask, pad)
+    return Encoded(tuple(texts), tuple(rows), ids, mask, int(pad))
+
+
+def _listed(value: Any) -> list:
+    """A sequence, array or tensor as a list; a number is none."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Sequence):
+        return list(value)
+    raise ArgumentError(
+        f"prompts must be a text, or several, each a text or token ids, received a {type(value).__name__} where a text "
+        "or a sequence is required; pass [ids] for the ids of one prompt."
+    )
+
+
+def _ids(tokenizer: Any, place: int, prompt: Any) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        row = _listed(prompt)
+        if any(isinstance(index, bool) or not isinstance(index, Integral) for index in row):
+            raise ArgumentError(
+                f"prompt {place} must be a text or whole numbers, received {row!r:.60}; pass token ids."
+            )
+        return tuple(map(int, row))
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"prompt {place} holds half of a character at place {error.start}, where text is required; pass UTF-8."
+        ) from error
+    return tuple(tokenizer(prompt)["input_ids"])
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:

@@ -5,6 +5,7 @@ __all__ = ["Run"]
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class Run:
         self._mask = prompts.mask
         self._padded = not bool(prompts.mask.all())
         self._raw = torch.empty(0)  # logits of the last pass, `(B, V)`
-        self._rows = [_Row(list(row[-_BEFORE:])) for row in prompts.rows]
+        self._sound = torch.empty(0)  # rows from which a token can be chosen, `(B,)`
+        self._rows = [_Row(self._end_of(row)) for row in prompts.rows]
 
     @property
     def begun(self) -> bool:
@@ -90,6 +92,8 @@ class Run:
         if self._adapt is not None:
             margins = next(iter(self._observer.margins(self._given).values())).log_abs_det[:, 0]  # of the first layer
             scores = self._adapt(scores, margins)
+            sound = sound & scores.amax(-1, keepdim=True).isfinite()  # a margin may be no number where logits are
+        self._sound = sound[:, 0]
         return torch.where(sound, scores, 0.0)
 
     def after(self, input_ids: Tensor, _scores: Any) -> Tensor:
@@ -97,7 +101,7 @@ class Run:
         found = self._observer.read(self._raw.unsqueeze(1), input_ids[:, -1:], self._given)
         values = {name: value[:, 0].tolist() for name, value in token_values(self._signals, found).items()}
         self._mask = torch.cat((self._mask, torch.ones_like(self._mask[:, :1])), dim=1)
-        sound = self._raw.amax(-1).isfinite().tolist()
+        sound = self._sound.tolist()
         for place, (row, token) in enumerate(zip(self._rows, input_ids[:, -1].tolist(), strict=True)):
             if not row.reason:
                 own = {name: value[place] for name, value in values.items()}
@@ -109,8 +113,9 @@ class Run:
             row.reason = "nonfinite"
             return
         for name, limit in self._limits.items():
-            if values[name] > limit:
-                row.reason, row.stopped_by = "abstained", f"{name} was {values[name]:.4g}, above {limit:g}"
+            if not values[name] <= limit:  # NaN is no number below a threshold
+                said = "where a number is required" if math.isnan(values[name]) else f"above {limit:g}"
+                row.reason, row.stopped_by = "abstained", f"{name} was {values[name]:.4g}, {said}"
                 return
             if values[name] > row.largest.get(name, (-math.inf, 0))[0]:
                 row.largest[name] = values[name], len(row.ids) + 1
@@ -127,11 +132,20 @@ class Run:
         if self._on_token is not None:
             self._on_token(place, row.tokens[-1])
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _end_of(self, prompt: tuple[int, ...]) -> list[int]:
+        """Its last ids, from the beginning of a character on."""
+        count = _BEFORE
+        while count < len(prompt) and self._decode(prompt[-count:]).startswith(_INCOMPLETE):
+            count += 1
+        return list(prompt[-count:])
+
     def _text(self, row: _Row) -> str:
-        decode = lambda ids: self._tokenizer.decode(  # noqa: E731
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return decode(row.before + row.ids)[len(decode(row.before)) :]
+        before, text = self._decode(row.before), self._decode(row.before + row.ids)
+        # A character that the prompt leaves incomplete is completed by what follows, and belongs to that.
+        return text[len(before if text.startswith(before) else before.rstrip(_INCOMPLETE)) :]
 
     def generations(self) -> list[Generation]:
         """What has been written so far; texts that had not ended count as interrupted."""
@@ -179,7 +193,7 @@ def _by_full_name(limits: Mapping[str, float], signals: Sequence[Signal], layers
     found: dict[str, float] = {}
     for asked, limit in limits.items():
         mine = [name for name in names if name == asked or name.startswith(f"{asked} (layer=")]
-        if not mine or math.isnan(limit):
+        if not mine or not isinstance(limit, Real) or math.isnan(limit):
             raise ArgumentError(
                 f"stop_above must give a number to one of {', '.join(names)}, received {asked!r}: {limit}; choose one."
             )
