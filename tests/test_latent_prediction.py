@@ -31,6 +31,15 @@ def test_no_noise_is_the_plain_prediction(model, ids) -> None:
     torch.testing.assert_close(predict_under_noise(model, ids, scale=0.0, samples=3), plain, atol=1e-5, rtol=0)
 
 
+def test_padding_on_the_left_moves_no_position(model, ids) -> None:
+    wide = torch.nn.functional.pad(ids, (2, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (2, 0))
+    plain = predict_under_noise(model, ids, scale=0.0, samples=2)
+    padded = predict_under_noise(model, wide, mask, scale=0.0, samples=2)[:, 2:]
+    torch.testing.assert_close(padded, plain, atol=1e-5, rtol=0)
+    assert embedding_rms(model, wide, mask) == pytest.approx(embedding_rms(model, ids), rel=1e-6)
+
+
 @pytest.mark.parametrize("lawful", [False, True])
 def test_batched_samples_equal_single_passes(model, ids, lawful: bool) -> None:
     law = EmbeddingPrior(WIDTH, rank=3, generator=torch.Generator().manual_seed(2)) if lawful else None

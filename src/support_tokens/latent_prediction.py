@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from support_tokens.attention import AttentionState
+from support_tokens.decoding.scoring import positions_of
 from support_tokens.errors import ArgumentError
 from support_tokens.jacobian import JacobianBlocks
 from support_tokens.law import EmbeddingPrior
@@ -83,7 +84,8 @@ def predict_under_noise(
     handle = hook_embeddings(model, disturb)
     try:
         mask = None if attention_mask is None else attention_mask.repeat(samples, 1)
-        logits = _wide(model(input_ids=input_ids.repeat(samples, 1), attention_mask=mask, use_cache=False).logits)
+        ids, positions = input_ids.repeat(samples, 1), positions_of(model, mask)
+        logits = _wide(model(input_ids=ids, attention_mask=mask, use_cache=False, **positions).logits)
     finally:
         handle.remove()
     log_p = (logits - logits.logsumexp(-1, keepdim=True)).reshape(samples, batch, *logits.shape[1:])
@@ -108,7 +110,8 @@ def embedding_rms(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | 
     seen: list[Tensor] = []
     handle = hook_embeddings(model, lambda x: seen.append(x))
     try:
-        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        positions = positions_of(model, attention_mask)
+        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions)
     finally:
         handle.remove()
     x = seen[0] if attention_mask is None else seen[0][attention_mask.bool()]

@@ -1,6 +1,6 @@
 r"""Uncertainty of a given text under a model, by teacher forcing: every token, and the text as a whole."""
 
-__all__ = ["score_sequences", "score_tokens"]
+__all__ = ["positions_of", "score_sequences", "score_tokens"]
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -160,7 +160,9 @@ def _passes(
             given = None if whole else mask[rows]
             observer = Observer(model, signals, layers, view, law)
             try:
-                logits = model(input_ids=ids, attention_mask=given, use_cache=False, **_positions(model, given)).logits
+                logits = model(
+                    input_ids=ids, attention_mask=given, use_cache=False, **positions_of(model, given)
+                ).logits
                 yield observer.read(logits, following, given, answer), answer
             finally:
                 observer.remove()
@@ -188,7 +190,7 @@ def _vocabulary(model: nn.Module) -> int:
     return int(getattr(config, "vocab_size", 1))
 
 
-def _positions(model: nn.Module, mask: Tensor | None) -> dict[str, Tensor]:
+def positions_of(model: nn.Module, mask: Tensor | None) -> dict[str, Tensor]:
     """Positions that count real tokens, as in `generate`: a text padded on the left is then read as it is without."""
     if mask is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return {}
