@@ -88,6 +88,10 @@ def test_an_interrupt_keeps_what_was_written(monkeypatch, capsys, tmp_path, mode
         (("--prompt", "a", "--stop-above", "TokenEntropy"), "--stop-above must be SIGNAL=VALUE"),
         (("--prompt", "a", "--stop-above", "Entropy=1"), "signals may name"),
         (("--prompt", "a", "--layers", "5"), "layers must be"),
+        (("--prompt", "a", "--color", "Margin"), "--color must be one of TokenEntropy"),
+        (("--prompt", "a", "--json", "."), "--json must be a file to write"),
+        (("--prompt", "\udcff"), "half of a character"),
+        (("--prompt-file", "none-such.txt"), "there is no file"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(monkeypatch, capsys, model, words, match) -> None:

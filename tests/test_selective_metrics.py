@@ -158,3 +158,10 @@ def test_rounding_to_levels_hardly_changes_a_figure() -> None:
 def test_errors_say_what_to_do(figure, arguments, text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         figure(*arguments)
+
+
+@pytest.mark.parametrize("outside", [-0.1, 1.5])
+def test_a_table_of_probabilities_takes_no_scores(outside: float) -> None:
+    with pytest.raises(ArgumentError, match="probability must lie between 0 and 1"):
+        ScoreTable.calibration([[0.5, outside]], [[1, 0]])
+    ScoreTable.calibration([[0.5, outside]], [[1, 0]], [[True, False]])

@@ -79,18 +79,22 @@ def generate(
             f"--{next(iter(given)).replace('_', '-')} changes what is drawn, and without --sample nothing is; pass "
             "--sample too."
         )
+    if json_ is not None and json_.is_dir():
+        raise ArgumentError(f"--json must be a file to write, received the folder '{json_}'; name a file in it.")
     prompts = _prompts(prompt, prompt_file)
     limits = dict(map(_limit, stop_above or ()))
     if json_ is not None:  # now, so that no text is lost for want of a folder
         json_.parent.mkdir(parents=True, exist_ok=True)
     from support_tokens.analysis import load_model
-    from support_tokens.decoding import DEFAULT_SIGNALS, GenerationRecord
+    from support_tokens.decoding import DEFAULT_SIGNALS, TOKEN_SIGNALS, GenerationRecord
     from support_tokens.decoding import generate as generate_texts
     from support_tokens.decoding.prompts import encoded_prompts
     from support_tokens.devices import checked_device
     from support_tokens.run_folder import versions
     from support_tokens.sites import decoder_blocks
 
+    if color not in TOKEN_SIGNALS:
+        raise ArgumentError(f"--color must be one of {', '.join(TOKEN_SIGNALS)}, received {color!r}; choose one.")
     checked_device(device)
     rule = {} if adapt is None else {"adapt": _rule(adapt)}
     loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)

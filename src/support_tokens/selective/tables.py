@@ -57,9 +57,18 @@ class ScoreTable:
     @classmethod
     def calibration(cls, probability: ArrayLike, event: ArrayLike, valid: ArrayLike | None = None) -> "ScoreTable":
         """The table behind the ECE of a probability: `count` is one row of counts and `wrong` the sums of
-        $p - y$ in `CALIBRATION_BINS` bins; arguments as in `of`."""
+        $p - y$ in `CALIBRATION_BINS` bins; arguments as in `of`.
+
+        Raises:
+            ArgumentError: As `of`, or a probability does not lie between 0 and 1.
+        """
         p, y, kept = _checked(probability, event, valid)
-        place = (p.clip(0, 1) * CALIBRATION_BINS).astype(np.intp).clip(0, CALIBRATION_BINS - 1)
+        if p.min() < 0 or p.max() > 1:
+            raise ArgumentError(
+                f"probability must lie between 0 and 1, received {p.min():g} to {p.max():g}; pass probabilities, not "
+                "scores."
+            )
+        place = np.minimum((p * CALIBRATION_BINS).astype(np.intp), CALIBRATION_BINS - 1)
         return cls(_sums(place, kept, CALIBRATION_BINS), _sums(place, kept * (p - y), CALIBRATION_BINS))
 
     @property
