@@ -165,3 +165,4 @@ def test_a_table_of_probabilities_takes_no_scores(outside: float) -> None:
     with pytest.raises(ArgumentError, match="probability must lie between 0 and 1"):
         ScoreTable.calibration([[0.5, outside]], [[1, 0]])
     ScoreTable.calibration([[0.5, outside]], [[1, 0]], [[True, False]])
+    ScoreTable.calibration([[0.5, 1 + 1e-7]], [[1, 0]])  # what float32 makes of 1

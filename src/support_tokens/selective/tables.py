@@ -63,12 +63,12 @@ class ScoreTable:
             ArgumentError: As `of`, or a probability does not lie between 0 and 1.
         """
         p, y, kept = _checked(probability, event, valid)
-        if p.min() < 0 or p.max() > 1:
+        if p.min() < -1e-6 or p.max() > 1 + 1e-6:  # exponentials of float32 pass 1 by their rounding
             raise ArgumentError(
                 f"probability must lie between 0 and 1, received {p.min():g} to {p.max():g}; pass probabilities, not "
                 "scores."
             )
-        place = np.minimum((p * CALIBRATION_BINS).astype(np.intp), CALIBRATION_BINS - 1)
+        place = (p.clip(0, 1) * CALIBRATION_BINS).astype(np.intp).clip(0, CALIBRATION_BINS - 1)
         return cls(_sums(place, kept, CALIBRATION_BINS), _sums(place, kept * (p - y), CALIBRATION_BINS))
 
     @property
