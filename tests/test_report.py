@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -333,3 +334,12 @@ def test_png_draws_any_name(hostile):
         warnings.simplefilter("error")
         image = degradation_png(hostile)
     assert image.startswith(b"\x89PNG") and image == degradation_png(hostile)
+
+
+def test_a_legend_of_long_names_stays_inside_of_the_figure():
+    names = [f"arm{place}" for place in range(6)]
+    labels = {name: f"scale, factor 10 + noise, scale 0.1 + condition, weight {name}" for name in names}
+    report = synthetic(seeds=1, labels=labels, ce=CE, **dict.fromkeys(names, CE))
+    pixels = matplotlib.image.imread(io.BytesIO(degradation_png(report)), format="png")
+    for edge in (pixels[:, :2], pixels[:, -2:], pixels[:2], pixels[-2:]):
+        assert (edge == 1.0).all()

@@ -156,8 +156,14 @@ def trace_svg(sentence: SentenceMargins, places: Sequence[int], said: str) -> st
 def degradation_png(report: RobustnessReport, *, dots_per_inch: int = 160) -> bytes:
     """The curves of all families with a legend, as a PNG on white for a README or a paper."""
     curves = families(report) or ["clean"]
+    labels = [_drawable(words.label(report, arm.name)) for arm in report.arms]
+    width = 4.4 * len(curves)
+    # A sample of the line takes 0.7 inches and a letter at most 0.08; rows past the second make the figure higher.
+    columns = max(1, min(4, len(labels), int(width / (0.7 + 0.08 * max(map(len, labels))))))
+    rows = -(-len(labels) // columns)
     with matplotlib.rc_context(_SETTINGS):
-        figure = Figure(figsize=(4.4 * len(curves), 3.5), layout="constrained", facecolor="white")
+        height = 3.5 + 0.22 * max(0, rows - 2)
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
         drawn: Axes | None = None
         for place, family in enumerate(curves):
             drawn = figure.add_subplot(1, len(curves), place + 1)
@@ -166,9 +172,9 @@ def degradation_png(report: RobustnessReport, *, dots_per_inch: int = 160) -> by
         if drawn is not None:
             legend = figure.legend(
                 drawn.get_lines()[: len(report.arms)],
-                [f"{_drawable(words.label(report, arm.name))}" for arm in report.arms],
+                labels,
                 loc="outside lower center",
-                ncols=min(4, len(report.arms)),
+                ncols=columns,
                 frameon=False,
                 labelcolor=_PAPER.ink,
             )
