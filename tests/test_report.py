@@ -5,6 +5,7 @@ import html.parser
 import io
 import json
 import re
+import sys
 import warnings
 
 import matplotlib.image
@@ -18,7 +19,7 @@ from support_tokens.intervals import Bootstrap, Estimate
 from support_tokens.margin_records import ArmMargins, Trace
 from support_tokens.measurement import EvaluationData, Measurement
 from support_tokens.perturbation_set import PerturbationSet, standard_perturbations
-from support_tokens.report import degradation_png, print_report, render_html, render_text, verdict
+from support_tokens.report import degradation_png, print_report, render_html, render_text, verdict, words
 from support_tokens.report.margin_text import sentence_view
 from support_tokens.report.verdict import headline, leaders, seed_caveat, under_noise
 from support_tokens.report.words import visible
@@ -343,3 +344,15 @@ def test_a_legend_of_long_names_stays_inside_of_the_figure():
     pixels = matplotlib.image.imread(io.BytesIO(degradation_png(report)), format="png")
     for edge in (pixels[:, :2], pixels[:, -2:], pixels[:2], pixels[-2:]):
         assert (edge == 1.0).all()
+
+
+def test_a_headline_names_who_is_level_only_where_ties_are_few(monkeypatch):
+    module = sys.modules["support_tokens.report.verdict"]
+    report = synthetic(seeds=5, ce=CE, other=CE)
+    monkeypatch.setattr(module, "leaders", lambda *_: ["ce", "other"])
+    assert headline(report).count("are level") == 2
+    kinds = [ABSOLUTE, MATCHED, "token_drop", "weight_rounding"]
+    monkeypatch.setattr(module, "families", lambda _: kinds)
+    many = headline(report)
+    assert "are level" not in many and many.count("clearly ahead") == 1
+    assert all(words.family(kind) in many for kind in kinds)

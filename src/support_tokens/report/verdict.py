@@ -204,11 +204,12 @@ def headline(report: RobustnessReport) -> str:
     for ahead, noise in found:
         if len(ahead) == 1:
             clear.setdefault(ahead[0], []).append(noise)
-    parts = [f"{words.label(report, arm)} degrades least under {_listed(noises)}" for arm, noises in clear.items()] + [
-        f"no arm is clearly ahead under {noise}, where {_listed([words.label(report, arm) for arm in ahead])} are level"
-        for ahead, noise in found
-        if len(ahead) > 1
-    ]
+    parts = [f"{words.label(report, arm)} degrades least under {_listed(noises)}" for arm, noises in clear.items()]
+    level = {noise: [words.label(report, arm) for arm in ahead] for ahead, noise in found if len(ahead) > 1}
+    if len(level) > 2:  # who is level with whom would fill a page; it stands in the findings
+        parts.append(f"no arm is clearly ahead under {_listed(list(level))}")
+    else:
+        parts += [f"no arm is clearly ahead under {n}, where {_listed(arms)} are level" for n, arms in level.items()]
     n = len(report.seeds)
     said = f"{'; '.join(parts)}.{_cost(report, list(clear))}"
     if n == 1:
