@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from support_tokens import inverse as elimination
-from support_tokens.assembly import Factors, assemble, block_penalty, block_slogdet
+from support_tokens.assembly import Factors, assemble, block_penalty
 from support_tokens.attention import AttentionState, NormJacobian, Projection, Rotation, state_from_weights
 from support_tokens.fused import fused_penalty
 from support_tokens.inverse import slogdet_and_inverse
@@ -260,9 +260,10 @@ def test_singular_matrices_are_silent_in_elimination(count: int, side: int) -> N
     assert not inverse[1].any()
 
 
-def some_factors(heads: int, height: int, inner: int, rank: int) -> Factors:
+def test_penalty_of_factors_is_that_of_the_assembled_matrix() -> None:
+    heads, height, inner, rank = 2, 3, 2, 2
     side = heads * height
-    return Factors(
+    factors = Factors(
         drawn(2, heads, 4, height, inner, seed=0),
         drawn(heads, inner, side, seed=1),
         drawn(2, heads, 4, seed=2),
@@ -270,30 +271,6 @@ def some_factors(heads: int, height: int, inner: int, rank: int) -> Factors:
         drawn(2, 4, side, rank, seed=4),
         drawn(2, 4, rank, side, seed=5),
     )
-
-
-@pytest.mark.parametrize("view", [-1, 1])
-@pytest.mark.parametrize("kept", ["all", "without own", "without low rank", "rows alone"])
-def test_determinants_without_a_gradient_are_those_with_one(view: int, kept: str) -> None:
-    factors = some_factors(2, 3, 2, 2)
-    if kept == "without own":
-        factors = factors._replace(own=None, own_shared=None)
-    if kept == "without low rank":
-        factors = factors._replace(left=None, right=None)
-    if kept == "rows alone":
-        factors = Factors(drawn(2, 1, 4, 3, 3, seed=0))
-    with torch.no_grad():
-        found = block_slogdet(factors, view)
-        matrix = assemble(factors)
-        expected = torch.linalg.slogdet(torch.eye(matrix.shape[-1], dtype=matrix.dtype) + view * matrix)
-    assert found.sign.shape == (2, 4)
-    assert_close(found.sign, expected.sign)
-    assert_close(found.log_abs_det, expected.logabsdet)
-
-
-def test_penalty_of_factors_is_that_of_the_assembled_matrix() -> None:
-    factors = some_factors(2, 3, 2, 2)
-    side = factors.shared.shape[-1]
     weight = torch.rand(2, 4, dtype=torch.float64)
     found = block_penalty(factors, -1, weight, smooth, chunk_size=3)
     identity = torch.eye(side, dtype=torch.float64)
