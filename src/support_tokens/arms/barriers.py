@@ -1,8 +1,8 @@
 """Arms with a log-barrier: the paper's, one whose weight is steered, and one that no change of scale can satisfy."""
 
-__all__ = ["Barrier", "HeldMargin", "InvariantBarrier"]
+__all__ = ["Barrier", "HeldMargin", "InvariantBarrier", "attach_repulsive", "repulsive_state"]
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,25 +160,44 @@ class InvariantBarrier:
 
     def attach(self, model: nn.Module, *, seed: int) -> Attachment:
         """Keeps the embeddings of each forward pass in train mode for the penalty."""
-        seen: list[Tensor] = []
 
-        def keep(x: Tensor) -> None:
-            if model.training and torch.is_grad_enabled():
-                seen[:] = [x]
+        def negative_margin(state: AttentionState, valid: Tensor) -> tuple[Tensor, Tensor]:
+            drawn = sample_positions(valid, self.positions) if self.positions else None
+            margins = state_margins(state, positions=drawn)
+            return -margins.log_abs_det, margins.valid
 
-        def penalty(_model: nn.Module, inputs: Mapping[str, Tensor], _outputs: Any) -> Tensor:
-            x = seen.pop()
-            mask = inputs.get("attention_mask")
-            valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask.bool()
-            with full_precision(x):
-                state = repulsive_state(x.float(), self.coupling, valid)
-                drawn = sample_positions(valid, self.positions) if self.positions else None
-                margins = state_margins(state, positions=drawn)
-            kept = margins.valid
-            mean = margins.log_abs_det.masked_fill(~kept, 0.0).sum() / kept.sum().clamp_min(1)
-            return -self.weight * mean
+        return attach_repulsive(model, self.weight, self.coupling, negative_margin)
 
-        return Attachment(hook_embeddings(model, keep).remove, penalty=penalty)
+
+def attach_repulsive(
+    model: nn.Module,
+    weight: float,
+    coupling: float,
+    per_token: Callable[[AttentionState, Tensor], tuple[Tensor, Tensor]],
+) -> Attachment:
+    """Adds `weight` times the mean of a penalty of `repulsive_state` on the embeddings of each pass in train mode.
+
+    Args:
+        model: A causal language model of transformers.
+        weight: Weight of the mean in the loss.
+        coupling: As in `repulsive_state`.
+        per_token: From a state and its valid positions to penalties and to which of them count, both `(B, n)`.
+    """
+    seen: list[Tensor] = []
+
+    def keep(x: Tensor) -> None:
+        if model.training and torch.is_grad_enabled():
+            seen[:] = [x]
+
+    def penalty(_model: nn.Module, inputs: Mapping[str, Tensor], _outputs: Any) -> Tensor:
+        x = seen.pop()
+        mask = inputs.get("attention_mask")
+        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask.bool()
+        with full_precision(x):
+            value, kept = per_token(repulsive_state(x.float(), coupling, valid), valid)
+        return weight * value.masked_fill(~kept, 0.0).sum() / kept.sum().clamp_min(1)
+
+    return Attachment(hook_embeddings(model, keep).remove, penalty=penalty)
 
 
 def repulsive_state(x: Tensor, coupling: float, valid: Tensor) -> AttentionState:

@@ -2,20 +2,17 @@
 
 __all__ = ["ConditionPenalty", "log_condition"]
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from support_tokens.arms.barriers import repulsive_state
+from support_tokens.arms.barriers import attach_repulsive
 from support_tokens.arms.contract import Attachment, option, require
 from support_tokens.attention import AttentionState
-from support_tokens.logdet import full_precision
 from support_tokens.margins import rankable_positions
 from support_tokens.moments import attention_weights
-from support_tokens.sites import hook_embeddings
 
 
 @dataclass(frozen=True)
@@ -46,22 +43,12 @@ class ConditionPenalty:
 
     def attach(self, model: nn.Module, *, seed: int) -> Attachment:
         """Keeps the embeddings of each forward pass in train mode for the penalty."""
-        seen: list[Tensor] = []
-
-        def keep(x: Tensor) -> None:
-            if model.training and torch.is_grad_enabled():
-                seen[:] = [x]
-
-        def penalty(_model: nn.Module, inputs: Mapping[str, Tensor], _outputs: Any) -> Tensor:
-            x = seen.pop()
-            mask = inputs.get("attention_mask")
-            valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask.bool()
-            with full_precision(x):
-                state = repulsive_state(x.float(), self.coupling, valid)
-                kept = rankable_positions(state)
-                return self.weight * log_condition(state, self.coupling)[kept].sum() / kept.sum().clamp_min(1)
-
-        return Attachment(hook_embeddings(model, keep).remove, penalty=penalty)
+        return attach_repulsive(
+            model,
+            self.weight,
+            self.coupling,
+            lambda state, _valid: (log_condition(state, self.coupling), rankable_positions(state)),
+        )
 
 
 def log_condition(state: AttentionState, coupling: float) -> Tensor:
@@ -89,6 +76,7 @@ def log_condition(state: AttentionState, coupling: float) -> Tensor:
         Wolkowicz and Styan 1980, Bounds for eigenvalues using traces.
 
     Example:
+        >>> from support_tokens.arms.barriers import repulsive_state
         >>> x = torch.randn(2, 5, 4)
         >>> state = repulsive_state(x, 0.1, torch.ones(2, 5, dtype=torch.bool))
         >>> log_condition(state, 0.1).shape
