@@ -99,11 +99,24 @@ def test_another_model_has_its_own_layers(visit) -> None:
     page = visit().page
     page.click("#ask-model input")
     page.get_by_role("option", name="<b>flat</b>").click()
-    page.wait_for_function("!document.querySelector('#ask-layers').innerText.includes('1\\n')")
+    page.wait_for_function("document.querySelectorAll('#ask-layers .token').length === 1")
     type_and_run(page, "the cat")
     frame = views_of(page)
     assert frame.locator("h1").inner_text() == "<b>flat</b>"
     assert frame.locator("#layer option").count() == 1
+
+
+def test_layers_of_the_model_before_are_refused_in_a_sentence(visit, served) -> None:
+    page = visit().page
+    with served[1]._working:  # the layers of the other model stay unknown until both questions are asked
+        page.click("#ask-model input")
+        page.get_by_role("option", name="<b>flat</b>").click()
+        type_and_run(page, "the cat")
+        page.wait_for_timeout(500)
+    page.locator("#status [role=alert]").get_by_text("Layers must be integers").wait_for()
+    page.wait_for_function("document.querySelectorAll('#ask-layers .token').length === 1")
+    page.click("#ask-run")
+    assert views_of(page).locator("#layer option").count() == 1
 
 
 @pytest.mark.parametrize("text", HOSTILE[:8])

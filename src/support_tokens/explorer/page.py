@@ -6,8 +6,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-# Read by gradio and by the hub when they are imported: nothing is told to anyone.
-os.environ.update(GRADIO_ANALYTICS_ENABLED="False", HF_HUB_DISABLE_TELEMETRY="1")
+# Read by gradio and by the hub: nothing is told to anyone. The queue's own statistics, which nobody sees here, are put
+# off for good: they go through pandas, and where its warnings are errors they end a request without an answer.
+os.environ.update(
+    GRADIO_ANALYTICS_ENABLED="False", GRADIO_ANALYTICS_CACHE_FREQUENCY=str(10**12), HF_HUB_DISABLE_TELEMETRY="1"
+)
 
 import gradio as gr  # type: ignore[import-not-found]  # an extra
 from markupsafe import Markup, escape
@@ -63,13 +66,15 @@ def build_page(explorer: Explorer, results: Results) -> gr.Blocks:
         progress: gr.Progress = gr.Progress(),  # noqa: B008  # gradio finds it by its default
     ) -> tuple[str, str]:  # fmt: skip
         client = request.session_hash or ""
+        # What is typed into the list of layers comes as text.
+        asked = [int(layer) if str(layer).isdecimal() else layer for layer in layers or []]
 
         def show(done: int, total: int) -> None:
             progress((done, total), desc="margins", unit="tokens")
 
         try:
             report = explorer.analyze(
-                label, text or "", layers or [], views or [], client=client, progress=show,
+                label, text or "", asked, views or [], client=client, progress=show,
             )  # fmt: skip
         except SupportTokensError as error:
             return _problem(str(error)), ""
@@ -89,9 +94,11 @@ def build_page(explorer: Explorer, results: Results) -> gr.Blocks:
         )  # fmt: skip
         with gr.Row():
             model = gr.Dropdown(list(labels), value=labels[0], label="Model", filterable=False, elem_id="ask-model")
+            # Whoever changes the model and asks at once sends layers of the model before: gradio would refuse them
+            # without a word, so any value passes here, and the explorer says in a sentence what it does not have.
             layers = gr.Dropdown(
                 [], value=[], label=f"Layers, at most {limits.layers}", multiselect=True, max_choices=limits.layers,
-                elem_id="ask-layers",
+                allow_custom_value=True, elem_id="ask-layers",
             )  # fmt: skip
             views = gr.CheckboxGroup(
                 [("noise: x − μ(x)", "noise"), ("block: x + μ(x)", "block")], value=["noise", "block"], label="Views",
@@ -102,13 +109,13 @@ def build_page(explorer: Explorer, results: Results) -> gr.Blocks:
             stop = gr.Button("Stop", elem_id="ask-stop", scale=1)
         status = gr.HTML("", elem_id="status")
         result = gr.HTML("", elem_id="result")
-        asked: dict[str, Any] = {
+        question: dict[str, Any] = {
             "fn": analyzed, "inputs": [text, model, layers, views], "outputs": [status, result],
             "concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private",
             "show_progress_on": status, "trigger_mode": "once",
         }  # fmt: skip
-        run.click(**asked)
-        text.submit(**asked)
+        run.click(**question)
+        text.submit(**question)
         chosen: dict[str, Any] = {
             "fn": layers_of, "inputs": model, "outputs": [layers, status], "concurrency_id": "model",
             "concurrency_limit": 1, "api_visibility": "private",
