@@ -52,11 +52,15 @@ def assemble(factors: Factors) -> Tensor:
     rows, shared, own, own_shared, left, right = factors
     if shared is None:
         return rows.squeeze(1)
-    out = torch.einsum("bhnmr,hrk->bhnmk", rows, shared)
+    batch, heads, count, height, _ = rows.shape
+    out = torch.bmm(rows.transpose(0, 1).flatten(1, 3), shared).view(heads, batch, count, height, shared.shape[-1])
+    # In place: to allocate a matrix costs as much as to write it.
     if own is not None:
-        out = out + own[..., None, None] * own_shared.unsqueeze(1)  # type: ignore[union-attr]
-    out = out.transpose(1, 2).flatten(2, 3)
-    return out if left is None else out + left @ right  # type: ignore[operator]
+        out.addcmul_(own.transpose(0, 1)[..., None, None], own_shared[:, None, None])  # type: ignore[index]
+    flat = out.permute(1, 2, 0, 3, 4).reshape(batch * count, heads * height, shared.shape[-1])
+    if left is not None:
+        flat.baddbmm_(left.flatten(0, 1), right.flatten(0, 1))  # type: ignore[union-attr]
+    return flat.unflatten(0, (batch, count))
 
 
 def block_slogdet(factors: Factors, view: int) -> Slogdet:
@@ -66,8 +70,13 @@ def block_slogdet(factors: Factors, view: int) -> Slogdet:
         >>> block_slogdet(Factors(torch.full((1, 1, 1, 1, 1), 3.0)), -1)
         Slogdet(sign=tensor([[-1.]]), log_abs_det=tensor([[0.6931]]))
     """
-    matrix = view * assemble(factors)
-    return safe_slogdet(matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device))
+    # What is large is passed over as rarely as can be: the sign goes into the small factors, the identity into place.
+    rows, shared, own, own_shared, left, right = factors
+    signed = lambda t: None if t is None else view * t  # noqa: E731
+    matrix = assemble(Factors(view * rows, shared, signed(own), own_shared, signed(left), right))
+    matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
+    # Its transpose has the same determinant, and the order in memory that LAPACK reads.
+    return safe_slogdet(matrix.mT)
 
 
 class Penalised(NamedTuple):
