@@ -15,6 +15,7 @@ MODULES = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
 MATHEMATICS = [
     "attention",
     "moments",
+    "lapack",
     "inverse",
     "logdet",
     "assembly",

@@ -16,6 +16,8 @@ __all__ = ["slogdet_and_inverse", "slogdet_by_pivoting"]
 import torch
 from torch import Tensor
 
+from support_tokens.lapack import each_matrix
+
 # Sides up to this one are eliminated without blocks: of many matrices row by row, all at once; of few by LAPACK, whose
 # overhead is then smaller than that of the calls.
 _LEAF, _MANY = 16, 128
@@ -65,7 +67,7 @@ def slogdet_by_pivoting(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
         >>> sign, log_abs_det
         (tensor(-1.), tensor(0.))
     """
-    factors, pivots, _ = torch.linalg.lu_factor_ex(matrix)
+    factors, pivots, _ = each_matrix(torch.linalg.lu_factor_ex, matrix)
     diagonal = factors.diagonal(dim1=-2, dim2=-1)
     tiny = torch.finfo(matrix.dtype).tiny
     singular = (diagonal.abs() < tiny).any(-1)
@@ -80,6 +82,7 @@ def slogdet_by_pivoting(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 def _by_pivoting(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sign, log_abs_det, factors, pivots = slogdet_by_pivoting(matrix)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    # What is solved only reads the factors, each by one thread: a batch comes out right.
     return sign, log_abs_det, torch.linalg.lu_solve(factors, pivots, identity.expand_as(matrix).contiguous())
 
 

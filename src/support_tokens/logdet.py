@@ -17,6 +17,7 @@ from torch import Tensor
 
 from support_tokens.errors import ArgumentError
 from support_tokens.inverse import slogdet_and_inverse, slogdet_by_pivoting
+from support_tokens.lapack import each_matrix
 
 
 class Slogdet(NamedTuple):
@@ -77,7 +78,7 @@ class _LUSlogdet(torch.autograd.Function):
             # A graph of the gradient is wanted (second order): the inverse must itself be differentiable.
             singular = (sign == 0)[..., None, None]
             identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-            inverse = torch.linalg.inv(torch.where(singular, identity, matrix))
+            inverse = each_matrix(torch.linalg.inv, torch.where(singular, identity, matrix))
             inverse = torch.where(singular, torch.zeros_like(matrix), inverse)
         return grad[..., None, None] * inverse.mT
 

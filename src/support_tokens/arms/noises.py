@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from support_tokens.arms.barriers import repulsive_state
 from support_tokens.arms.contract import Attachment, option, require
 from support_tokens.jacobian import JacobianBlocks
+from support_tokens.lapack import each_matrix
 from support_tokens.logdet import full_precision
 from support_tokens.margins import position_chunks
 from support_tokens.sites import hook_embeddings
@@ -153,7 +154,7 @@ def through_law(x: Tensor, noise: Tensor, coupling: float) -> Tensor:
         blocks = JacobianBlocks(state)
         identity = torch.eye(x.shape[-1], device=x.device)
         parts = [
-            torch.linalg.solve(identity - blocks.dense(rows), noise[:, rows].float().unsqueeze(-1)).squeeze(-1)
+            each_matrix(torch.linalg.solve, identity - blocks.dense(rows), noise[:, rows].float().unsqueeze(-1))
             for rows in position_chunks(state, None, x.shape[-1])
         ]
-    return torch.cat(parts, dim=1).to(noise.dtype)
+    return torch.cat(parts, dim=1).squeeze(-1).to(noise.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
+from support_tokens.lapack import each_matrix
 
 NEWTON_STEPS, HALVINGS = 12, 8
 
@@ -108,7 +109,8 @@ class CategoricalEmission:
                 break
             second = (probability.unsqueeze(-2) * table.T) @ table
             information = second - expected.unsqueeze(-1) * expected.unsqueeze(-2)
-            step = torch.linalg.solve(precision * identity + information, gradient)
+            curvature = precision * identity + information
+            step = each_matrix(torch.linalg.solve, curvature, gradient.unsqueeze(-1)).squeeze(-1)
             value = log_probability[:, int(observation)] - 0.5 * precision * (x - mean).square().sum(-1)
             factor = torch.ones_like(value)
             for _ in range(HALVINGS):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
+from support_tokens.lapack import each_matrix
 from support_tokens.law.solve import Factors, all_roots_on_a_line, attend, newton, tolerance_of, working_dtype
 
 ROUNDS = 3
@@ -113,7 +114,7 @@ def _sign(weights: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     r"""Sign of $\det F'$ where the weights are `(N, t)`."""
     centred = queries - (weights @ queries).unsqueeze(-2)
     identity = torch.eye(queries.shape[-1], dtype=queries.dtype, device=queries.device)
-    return torch.linalg.slogdet(identity - (centred * weights.unsqueeze(-1)).mT @ keys).sign
+    return each_matrix(torch.linalg.slogdet, identity - (centred * weights.unsqueeze(-1)).mT @ keys)[0]
 
 
 def _search(target: Tensor, queries: Tensor, keys: Tensor, starts: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import NumericalError
+from support_tokens.lapack import each_matrix
 
 MAX_ITERATIONS = 40
 HALVINGS = 12
@@ -133,7 +134,8 @@ def newton(start: Tensor, queries: Tensor, keys: Tensor, target: Tensor, toleran
         some = len(todo) < len(z)
         pick = (lambda tensor: tensor[todo]) if some else (lambda tensor: tensor)  # noqa: B023
         u, c, goal, here, error = pick(queries), pick(keys), pick(target), pick(z), pick(value)
-        step, info = torch.linalg.solve_ex(_derivative(pick(weights), u, c), error)
+        step, info = each_matrix(torch.linalg.solve_ex, _derivative(pick(weights), u, c), error.unsqueeze(-1))
+        step = step.squeeze(-1)
         usable = (info == 0) & torch.isfinite(step).all(-1)
         step = torch.where(usable.unsqueeze(-1), step, error)
         size = error.norm(dim=-1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from support_tokens.errors import NumericalError
+from support_tokens.lapack import each_matrix
 from support_tokens.law.solve import (
     Factors,
     all_roots_on_a_line,
@@ -229,8 +230,8 @@ class _Embed(Function):
                 cross = (centred * weight.unsqueeze(-1)).mT @ (x[:, :t] @ maps.to_key.T)  # Cov(x, c), (B, D, k)
                 # J = I - Cov(x, c) U; J^{-T} by Woodbury, in k unknowns.
                 inner = identity - (maps.to_query @ cross).mT
-                inside = torch.linalg.solve(inner, (right.unsqueeze(-2) @ cross).squeeze(-2))
-                right = right + inside @ maps.to_query
+                inside = each_matrix(torch.linalg.solve, inner, (right.unsqueeze(-2) @ cross).mT)
+                right = right + inside.squeeze(-1) @ maps.to_query
             multipliers.append(right)
             if t > 0:
                 along = ((x[:, :t] - mean[:, t : t + 1]) @ right.unsqueeze(-1)).squeeze(-1)
