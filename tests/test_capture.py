@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from capturing import BATCH, IDS, LAYERS, MASK, margins_of, measured
+from support_tokens import capture
 from support_tokens.capture import AttentionCapture, capture_attention
 from support_tokens.errors import ArgumentError, CaptureError, UnsupportedModelError
 from support_tokens.margins import state_margins
@@ -152,6 +153,25 @@ def test_two_captures_of_one_layer_are_removed_in_any_order(order: tuple[int, in
     captures[order[1]].remove()
     captures[order[1]].remove()
     assert all(block.self_attn.config is config for block in model.model.layers)
+
+
+def test_a_capture_that_fails_half_way_leaves_nothing(monkeypatch) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    before = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    copied, seen = copy.copy, []
+
+    def second_fails(value):
+        seen.append(value)
+        if len(seen) == 2:
+            raise MemoryError
+        return copied(value)
+
+    monkeypatch.setattr(capture.copy, "copy", second_fails)
+    with pytest.raises(MemoryError):
+        AttentionCapture(model, (0, 1))
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == before
+    assert all(block.self_attn.config is model.config for block in model.model.layers)
+    assert not any(hasattr(block.self_attn, "_support_tokens_tap") for block in model.model.layers)
 
 
 def test_an_offloaded_model_gives_its_margins() -> None:

@@ -1,5 +1,7 @@
 """What is lent is given back: hooks, modes and settings of a model, whatever happens while it generates."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +76,17 @@ def test_a_model_is_left_as_it_was(options: dict, error: type[Exception] | None)
         with pytest.raises(error):
             generate(model, TOKENIZER, PROMPTS, max_new_tokens=2, **options)
     assert state_of(model) == before
+
+
+def test_threads_take_turns_on_one_model() -> None:
+    """Hooks cannot tell threads apart: without turns, one would read queries that another's pass left."""
+    model = endless()
+    texts = ["cab", "a", "bca", "cc"]
+    options = {"layers": (0, 1), "max_new_tokens": 12}
+    alone = [generate(model, TOKENIZER, text, **options) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda text: generate(model, TOKENIZER, text, **options), texts)) == alone
 
 
 def test_a_text_may_be_written_while_another_is() -> None:

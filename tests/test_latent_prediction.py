@@ -31,6 +31,18 @@ def test_no_noise_is_the_plain_prediction(model, ids) -> None:
     torch.testing.assert_close(predict_under_noise(model, ids, scale=0.0, samples=3), plain, atol=1e-5, rtol=0)
 
 
+def test_a_model_in_training_predicts_as_in_evaluation_and_is_given_back(ids) -> None:
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=WIDTH, vocab_size=11, n_positions=16, resid_pdrop=0.5)
+    model = GPT2LMHeadModel(config).train()
+    model.transformer.h[0].eval()
+    modes = [module.training for module in model.modules()]
+    found = predict_under_noise(model, ids, scale=0.0, samples=2), embedding_rms(model, ids)
+    assert [module.training for module in model.modules()] == modes
+    model.eval()
+    assert found[1] == embedding_rms(model, ids)
+    torch.testing.assert_close(found[0], torch.log_softmax(model(ids).logits, -1), atol=1e-5, rtol=0)
+
+
 def test_padding_on_the_left_moves_no_position(model, ids) -> None:
     wide = torch.nn.functional.pad(ids, (2, 0))
     mask = torch.nn.functional.pad(torch.ones_like(ids), (2, 0))

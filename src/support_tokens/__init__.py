@@ -7,6 +7,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     devices        the device that a user names, checked before use
     attention      AttentionState: the contract between any model and the mathematics
     moments        causal weights, mean and (value, key) covariance
+    lapack         functions of LU factorisations, right for batches too
     inverse        sign, log|det| and inverse of many matrices in one elimination
     logdet         sign and log|det| with a gradient that is safe at the boundary
     assembly       blocks as sums of few products, and what is made of them
@@ -17,6 +18,7 @@ tokens -> embeddings -> attention state -> covariance -> Jacobian block -> log|d
     barrier        penalties of margins, schedules of their weight, the controller that holds a margin
     law            EmbeddingPrior, the paper's law: density, sampling, certificates, depth
     filtering      particle filter over latent embeddings
+    modes          evaluation mode for a while
     sites          where embeddings enter a model
     architectures  one table a family of models: where projections, norms and rotations are
     recording      what the hooks of one attention layer keep

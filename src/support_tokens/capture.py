@@ -68,10 +68,15 @@ class AttentionCapture:
             _check_readable(self._name, attention)
         owner = next(m for m in model.modules() if any(child is blocks for child in m.children()))
         self._handles = [owner.register_forward_pre_hook(self._before)]
-        for index, attention in attentions.items():
-            self._handles += self._recorders[index].attach(blocks[index])
-            _tap(attention, self._recorders[index])
-        self._attentions = attentions
+        self._attentions: dict[int, nn.Module] = {}
+        try:
+            for index, attention in attentions.items():
+                self._handles += self._recorders[index].attach(blocks[index])
+                _tap(attention, self._recorders[index])
+                self._attentions[index] = attention
+        except BaseException:
+            self.remove()
+            raise
 
     def _before(self, module: nn.Module, args: tuple) -> None:
         # What a failed or shorter pass left must never be taken for this one's.
@@ -185,9 +190,9 @@ AttentionInterface.register(_IMPLEMENTATION, _attention)
 
 def _tap(attention: nn.Module, recorder: LayerRecorder) -> None:
     if not hasattr(attention, _TAP):
-        setattr(attention, _TAP, _Tap(attention))
         own = copy.copy(attention.config)
         own._attn_implementation = _IMPLEMENTATION  # type: ignore[union-attr]
+        setattr(attention, _TAP, _Tap(attention))
         attention.config = own
     getattr(attention, _TAP).recorders.append(recorder)
 

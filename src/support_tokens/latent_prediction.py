@@ -3,17 +3,21 @@ r"""Latent-noise prediction: next-token probabilities averaged over the noise of
 __all__ = ["embedding_rms", "predict_under_noise"]
 
 import math
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from support_tokens.attention import AttentionState
+from support_tokens.decoding.lent import in_turn
 from support_tokens.decoding.scoring import positions_of
 from support_tokens.errors import ArgumentError
 from support_tokens.jacobian import JacobianBlocks
+from support_tokens.lapack import each_matrix
 from support_tokens.law import EmbeddingPrior
 from support_tokens.logdet import full_precision
 from support_tokens.margins import position_chunks
+from support_tokens.modes import evaluating
 from support_tokens.sites import hook_embeddings
 
 
@@ -43,7 +47,7 @@ def predict_under_noise(
     costs nothing: compare the two on held-out text before paying for this one.
 
     Args:
-        model: A causal language model of transformers, in eval mode.
+        model: A causal language model of transformers; in eval mode meanwhile.
         input_ids: Tokens, `(B, T)`.
         attention_mask: 1 at real tokens, `(B, T)`; None: all are.
         scale: $s$, standard deviation of the noise in units of the embeddings; 0 gives the plain prediction.
@@ -81,13 +85,13 @@ def predict_under_noise(
             noise = _through(law.state(_wide(each[0]), attention_mask), noise)
         return x + scale * noise.reshape(x.shape).to(x.dtype)
 
-    handle = hook_embeddings(model, disturb)
-    try:
-        mask = None if attention_mask is None else attention_mask.repeat(samples, 1)
-        ids, positions = input_ids.repeat(samples, 1), positions_of(model, mask)
+    mask = None if attention_mask is None else attention_mask.repeat(samples, 1)
+    ids, positions = input_ids.repeat(samples, 1), positions_of(model, mask)
+    with ExitStack() as after:
+        after.enter_context(in_turn(model))
+        after.enter_context(evaluating(model))
+        after.callback(hook_embeddings(model, disturb).remove)
         logits = _wide(model(input_ids=ids, attention_mask=mask, use_cache=False, **positions).logits)
-    finally:
-        handle.remove()
     log_p = (logits - logits.logsumexp(-1, keepdim=True)).reshape(samples, batch, *logits.shape[1:])
     return log_p.logsumexp(0) - math.log(samples)
 
@@ -108,12 +112,12 @@ def embedding_rms(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | 
         True
     """
     seen: list[Tensor] = []
-    handle = hook_embeddings(model, lambda x: seen.append(x))
-    try:
+    with ExitStack() as after:
+        after.enter_context(in_turn(model))
+        after.enter_context(evaluating(model))
+        after.callback(hook_embeddings(model, lambda x: seen.append(x)).remove)
         positions = positions_of(model, attention_mask)
         model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions)
-    finally:
-        handle.remove()
     x = seen[0] if attention_mask is None else seen[0][attention_mask.bool()]
     return x.double().square().mean().sqrt().item()
 
@@ -125,7 +129,7 @@ def _through(state: AttentionState, noise: Tensor) -> Tensor:
     columns = noise.permute(1, 2, 3, 0).to(state.query.dtype)  # (B, T, D, S)
     with full_precision(state.query):
         solved = [
-            torch.linalg.solve(identity - blocks.dense(rows), columns[:, rows])
+            each_matrix(torch.linalg.solve, identity - blocks.dense(rows), columns[:, rows])
             for rows in position_chunks(state, None, state.width)
         ]
     return torch.cat(solved, dim=1).permute(3, 0, 1, 2)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
+from support_tokens.modes import evaluating
 from support_tokens.perturb import Batch, Perturbation, Spelling, token_nats
 from support_tokens.perturb.contract import token_logits
 from support_tokens.perturbation_set import PerturbationSet, standard_perturbations
@@ -186,7 +187,7 @@ def measure(
         raise ArgumentError(f"The batch size of an evaluation must be at least 1, not {batch_size!r}.")
     found: dict[str, _Sums] = {}
     rms = math.nan
-    with _evaluating(model):
+    with evaluating(model):
         _check_vocabulary(model, data, whose)
         for perturbation in chosen.items:  # clean is first, so the scale is known to the others
             if perturbation.kind == "clean":
@@ -204,18 +205,6 @@ def measure(
             found[perturbation.name] = sums
     of = lambda what: {name: getattr(sums, what) for name, sums in found.items()}  # noqa: E731
     return Measurement(of("nats"), rms, of("units"), of("tokens"), of("gaps"))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for every module, and its own mode again afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class _Scale:

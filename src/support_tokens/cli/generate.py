@@ -3,6 +3,7 @@
 __all__ = ["generate"]
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,8 +41,11 @@ def generate(
         typer.Option(help="By commas; entropy, probability, margin if none.", rich_help_panel=Watched),
     ] = None,
     color: Annotated[
-        str, typer.Option(help="Signal that colours the text; its first layer.", rich_help_panel=Watched)
-    ] = "NegativeLogMargin",
+        str | None,
+        typer.Option(
+            help="Signal that colours the text, by its first layer; the margin if none.", rich_help_panel=Watched
+        ),
+    ] = None,
     stop_above: Annotated[
         list[str] | None,
         typer.Option(help="SIGNAL=VALUE: abstain before a token above it; may be repeated.", rich_help_panel=Watched),
@@ -82,29 +86,32 @@ def generate(
     if json_ is not None and json_.is_dir():
         raise ArgumentError(f"--json must be a file to write, received the folder '{json_}'; name a file in it.")
     prompts = _prompts(prompt, prompt_file)
-    limits = dict(map(_limit, stop_above or ()))
-    if json_ is not None:  # now, so that no text is lost for want of a folder
-        json_.parent.mkdir(parents=True, exist_ok=True)
+    limits = _limits(stop_above or ())
     from support_tokens.analysis import load_model
-    from support_tokens.decoding import DEFAULT_SIGNALS, TOKEN_SIGNALS, GenerationRecord
+    from support_tokens.decoding import DEFAULT_SIGNALS, GenerationRecord
     from support_tokens.decoding import generate as generate_texts
     from support_tokens.decoding.prompts import encoded_prompts
     from support_tokens.devices import checked_device
     from support_tokens.run_folder import versions
     from support_tokens.sites import decoder_blocks
 
-    if color not in TOKEN_SIGNALS:
-        raise ArgumentError(f"--color must be one of {', '.join(TOKEN_SIGNALS)}, received {color!r}; choose one.")
     checked_device(device)
     rule = {} if adapt is None else {"adapt": _rule(adapt)}
     loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)
     encoded_prompts(loaded, tokenizer, prompts, max_new_tokens)  # all of them, before the first is continued
     chosen = _layers(layers, len(decoder_blocks(loaded)))
     names = list(DEFAULT_SIGNALS) if signals is None else list(_listed(signals))
+    shade = color or ("NegativeLogMargin" if "NegativeLogMargin" in names else names[0])
+    if shade not in names:
+        raise ArgumentError(
+            f"--color must be one of the signals, {', '.join(names)}, received {color!r}; add it to them."
+        )
+    if json_ is not None:  # before the first token, so that no text is lost for want of a folder
+        json_.parent.mkdir(parents=True, exist_ok=True)
     found: list[Generation] = []
     try:
         for place, text in enumerate(prompts):
-            shown = _Shown(text, color)
+            shown = _Shown(text, shade)
             made = generate_texts(
                 loaded, tokenizer, [text], max_new_tokens=max_new_tokens, layers=chosen, view=view, signals=names,
                 do_sample=sample, seed=seed + place, stop_above=limits, on_token=shown.token, **{**given, **rule},
@@ -172,14 +179,19 @@ def _prompts(prompt: list[str] | None, prompt_file: Path | None) -> list[str]:
     return list(prompt or ()) if prompt_file is None else [_read(prompt_file)]
 
 
-def _limit(text: str) -> tuple[str, float]:
-    name, _, value = text.rpartition("=")
-    try:
-        return name, float(value)
-    except ValueError as error:
-        raise ArgumentError(
-            f"--stop-above must be SIGNAL=VALUE, like NegativeLogMargin=3, received {text!r}; give a number."
-        ) from error
+def _limits(texts: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        if name in found:
+            raise ArgumentError(f"--stop-above must name a signal once, received {name} twice; keep the lower value.")
+        try:
+            found[name] = float(value)
+        except ValueError as error:
+            raise ArgumentError(
+                f"--stop-above must be SIGNAL=VALUE, like NegativeLogMargin=3, received {text!r}; give a number."
+            ) from error
+    return found
 
 
 def _rule(text: str):

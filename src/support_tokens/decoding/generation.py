@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from support_tokens.decoding.lent import evaluating, generating_plainly
+from support_tokens.decoding.lent import generating_plainly, in_turn
 from support_tokens.decoding.observer import Observer
 from support_tokens.decoding.prompts import Prompts, encoded_prompts, end_tokens
 from support_tokens.decoding.record import GeneratedToken, Generation
@@ -28,6 +28,7 @@ from support_tokens.decoding.sampling import RowSampler
 from support_tokens.decoding.signals import TOKEN_SIGNALS, chosen_signals
 from support_tokens.errors import ArgumentError, UnsupportedModelError
 from support_tokens.law import EmbeddingLaw, EmbeddingPrior
+from support_tokens.modes import evaluating
 from support_tokens.small_gpt import quiet_transformers
 
 DEFAULT_SIGNALS = (
@@ -134,6 +135,7 @@ def generate(
         raise ArgumentError(f"seed must be one number, or one a prompt, received {len(seeds)} for {len(encoded.rows)}.")
     drawing = [*_warpers(temperature, top_k, top_p, min_p), RowSampler(seeds)] if do_sample else []
     with ExitStack() as after:
+        after.enter_context(in_turn(model))
         observer = Observer(model, (*watched, *margin), layers, view, law)
         after.callback(observer.remove)
         run = Run(observer, watched, tokenizer, encoded, ends, max_new_tokens, limits, adapt, on_token)

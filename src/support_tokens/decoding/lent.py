@@ -1,35 +1,30 @@
 """A model lent for a while: how it is set meanwhile, and given back as it was, module by module."""
 
-__all__ = ["evaluating", "generating_plainly"]
+__all__ = ["generating_plainly", "in_turn"]
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import GenerationConfig
 
+_TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # pyright: ignore[reportGeneralTypeIssues]
+_GUARD = threading.Lock()
+
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within it; then each module has its own mode again, frozen ones of a model in training too.
+def in_turn(model: nn.Module) -> Iterator[None]:
+    """Within it no other thread watches the model: hooks cannot tell the passes of one thread from those of another.
 
-    Example:
-        >>> model = nn.Sequential(nn.Dropout(), nn.Dropout())
-        >>> _ = model[1].eval()
-        >>> with evaluating(model):
-        ...     model[0].training
-        False
-        >>> model[0].training, model[1].training
-        (True, False)
+    The thread that has its turn may ask again, as a callback does that writes a text within a text.
     """
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    inner = list(model.modules())[-1]  # the same one inside of any wrapper
+    with _GUARD:
+        turn = _TURNS.setdefault(inner, threading.RLock())
+    with turn:
         yield
-    finally:
-        model.train(modes[model])
-        for module, training in modes.items():
-            module.training = training
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from support_tokens.decoding.lent import evaluating
+from support_tokens.decoding.lent import in_turn
 from support_tokens.decoding.observer import Observer
 from support_tokens.decoding.signals import (
     SEQUENCE_SIGNALS,
@@ -22,6 +22,7 @@ from support_tokens.decoding.signals import (
 )
 from support_tokens.errors import ArgumentError
 from support_tokens.law import EmbeddingLaw, EmbeddingPrior
+from support_tokens.modes import evaluating
 
 # Bytes of the logits of one forward pass; more sequences than fit are read by several passes.
 _LOGIT_BYTES = 256 * 2**20
@@ -149,7 +150,7 @@ def _passes(
         raise ArgumentError(
             f"prompt_lengths must be at least 1, received {int(prompts.min())}; the first token follows nothing."
         )
-    with evaluating(model):
+    with in_turn(model), evaluating(model):
         for begin in range(0, len(input_ids), size):
             rows = slice(begin, begin + size)
             ids, real, whole = input_ids[rows], mask[rows].bool(), bool(mask[rows].all())
