@@ -439,6 +439,8 @@
   const placeOf = (event) => { const node = event.target.closest("[role=option]"); return node ? Number(node.id.slice(1)) : null; };
   list.addEventListener("pointerover", (event) => { const i = placeOf(event); if (i !== null && event.pointerType === "mouse" && i !== state.active) activate(i); });
   list.addEventListener("click", (event) => { const i = placeOf(event); if (i !== null) activate(i, { focus: true }); });
+  // Inside of a frame the click that follows a tap may miss the token, or hit what the tap has brought up.
+  list.addEventListener("touchend", (event) => { const i = placeOf(event); if (i !== null && event.cancelable) { event.preventDefault(); activate(i, { focus: true }); } });
   list.addEventListener("focusin", (event) => { const i = placeOf(event); if (i !== null && i !== state.active) activate(i); });
   list.addEventListener("keydown", (event) => {
     const last = rows().length - 1, now = state.active ?? 0;
