@@ -120,7 +120,7 @@ def figures_of(found: Set) -> dict:
     every = found.probability(found.names)
     alone.append(found.alone(ALL, every))
     beside.append({"name": ALL, **found.gain(every, entropy)})
-    margins = [n for n in found.names if n.startswith("NegativeLogMargin")]
+    margins = [n for n in found.names if n.startswith(("NegativeLogMargin", "NegativeSigmaMin"))]
     if POSITION in found.names:
         placed = found.probability([ENTROPY, POSITION])
         beyond = [{"name": n, **found.gain(found.probability([ENTROPY, POSITION, n]), placed)} for n in margins]

@@ -77,9 +77,11 @@ def table(
             "confidence": top.exp(),
             "valid": (batch.scored[rows] & mask[rows, :-1].bool()).float(),
         }
-        found = score_tokens(model, ids[rows], given, layers=layers, view=config["view"], signals=names, law=law)
+        found = score_tokens(model, ids[rows], given, layers=layers, signals=names, law=law)
+        other = score_tokens(model, ids[rows], given, layers=layers, view="block", signals=config["block_signals"])
+        found |= {name.replace(" (", ", block view ("): values for name, values in other.items()}
         for name, values in found.items():
-            follows = name.split(" ")[0] in FOLLOWING
+            follows = name.partition(" ")[0] in FOLLOWING
             part[f"{name}, token before" if follows else name] = values[:, :-1].roll(int(follows), 1)
         if law is not None:
             part[LAW] = -law.margins(seen[0].clone(), given).log_abs_det[:, :-1].detach()

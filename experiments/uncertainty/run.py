@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from analyse import Set, between_arms, figures_of, thresholds
-from collect import GGUF, kept, law_of, small_gpt_tables, small_gpt_texts, smollm2_tables
+from collect import GGUF, kept, law_of, load_smollm2, small_gpt_tables, small_gpt_texts, smollm2_tables
 from figures import draw
 from latent import compared, methods, read, seconds
 
@@ -123,17 +123,24 @@ def latent_of_run(runs: Path, name: str, arm: str, seed: int, config: dict, cond
     return latent_of(runs / "uncertainty" / f"latent-{name}-{arm}-seed{seed}.npz", make, options, conditions, 16)
 
 
-def smollm2(runs: Path, config: dict, bootstrap: Bootstrap) -> list:
-    """Sets of SmolLM2."""
+def smollm2(runs: Path, config: dict, bootstrap: Bootstrap) -> tuple[list, list]:
+    """Sets of SmolLM2, and its prediction under noise."""
     if not (Path(config["smollm2"]["folder"]) / GGUF).exists():
         print("SmolLM2 is not there; left out (python scripts/fetch_smollm2.py)", flush=True)
-        return []
+        return [], []
     tables, sets = [smollm2_tables(runs, config)], []
     for condition in ("test", "typos"):
         found, _ = described(tables, condition, config, bootstrap)
         sets.append({"model": "SmolLM2-135M", "condition": condition, "seeds": [0], **found})
         print("SmolLM2-135M", condition, flush=True)
-    return sets
+    options = {**config["latent"], **config["latent"]["smollm2"]}
+
+    def make() -> tuple:
+        model, _, texts = load_smollm2(config)
+        return model, texts, None
+
+    losses = [latent_of(runs / "uncertainty" / "latent-smollm2.npz", make, options, ["test"], 4)]
+    return sets, [{"model": "SmolLM2-135M", **latent_rows(losses, ["test"], bootstrap)}]
 
 
 def main() -> None:
@@ -145,7 +152,8 @@ def main() -> None:
     bootstrap = Bootstrap(resamples=config["resamples"], seed=config["seed"])
     parts = [small_gpt(runs, name, config, bootstrap) for name in config["small_gpt"]]
     sets, arms, latent = (list(chain.from_iterable(part[i] for part in parts)) for i in range(3))
-    sets += smollm2(runs, config, bootstrap)
+    more_sets, more_latent = smollm2(runs, config, bootstrap)
+    sets, latent = sets + more_sets, latent + more_latent
     used = {**versions(), "scikit-learn": metadata.version("scikit-learn")}
     result = {"config": config, "versions": used, "sets": sets, "barrier_minus_ce": arms}
     write_json(HERE / "result.json", {**result, "latent": latent})
