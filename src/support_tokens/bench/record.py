@@ -151,7 +151,7 @@ def write_plot(record: BenchRecord, path: str | Path) -> None:
     from matplotlib import pyplot
 
     arms = [arm for arm in record.arms if arm.ratio != 1.0 and "growth" not in arm.group][::-1]
-    figure, axes = pyplot.subplots(figsize=(7, 1 + 0.3 * len(arms)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.3 * len(arms)), layout="constrained")
     left = [arm.ratio - arm.low for arm in arms]
     right = [arm.high - arm.ratio for arm in arms]
     errors = [[max(0.0, e) for e in left], [max(0.0, e) for e in right]]
@@ -159,6 +159,6 @@ def write_plot(record: BenchRecord, path: str | Path) -> None:
     axes.set_yticks(range(len(arms)), [f"{arm.group}: {arm.name}" for arm in arms])
     axes.axvline(1.0, linewidth=1, linestyle=":")
     axes.set_xscale("log")
-    axes.set_xlabel("time of a step over that of the first arm of its group (95 % interval)")
+    axes.set_xlabel("time over that of the first arm of the group, 95 % interval")
     figure.savefig(path)
     pyplot.close(figure)
