@@ -115,9 +115,12 @@ def test_a_loss_beside_the_models_own_is_free() -> None:
     attached(model)
     output = model(**data)
     (output.loss + output.logits.square().mean()).backward()
+    at_once = gradients(model)
+    model.zero_grad()
     output = model(**data)
     output.loss.backward(retain_graph=True)
     output.logits.square().mean().backward()
+    torch.testing.assert_close(gradients(model), at_once)
 
 
 @both

@@ -89,6 +89,8 @@ def test_an_interrupt_keeps_what_was_written(monkeypatch, capsys, tmp_path, mode
         (("--prompt", "a", "--stop-above", "Entropy=1"), "signals may name"),
         (("--prompt", "a", "--layers", "5"), "layers must be"),
         (("--prompt", "a", "--stop-above", "TokenEntropy=1", "--stop-above", "TokenEntropy=2"), "name a signal once"),
+        (("--prompt", "a", "--signals", ""), "--signals must name one signal or more"),
+        (("--prompt", "a", "--signals", "Entropy"), "signals may name"),
         (("--prompt", "a", "--color", "Margin"), "--color must be one of the signals, TokenEntropy"),
         (("--prompt", "a", "--signals", "TokenEntropy", "--color", "NegativeLogMargin"), "add it to them"),
         (("--prompt", "a", "--json", "."), "--json must be a file to write"),

@@ -91,16 +91,20 @@ def generate(
     from support_tokens.decoding import DEFAULT_SIGNALS, GenerationRecord
     from support_tokens.decoding import generate as generate_texts
     from support_tokens.decoding.prompts import encoded_prompts
+    from support_tokens.decoding.signals import TOKEN_SIGNALS, chosen_signals
     from support_tokens.devices import checked_device
     from support_tokens.run_folder import versions
     from support_tokens.sites import decoder_blocks
 
+    names = list(DEFAULT_SIGNALS) if signals is None else list(_listed(signals))
+    if not names:
+        raise ArgumentError("--signals must name one signal or more, received none; leave it out for the default.")
+    chosen_signals(TOKEN_SIGNALS, names, law=False)  # what is wrong with them is said before any work
     checked_device(device)
     rule = {} if adapt is None else {"adapt": _rule(adapt)}
     loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)
     encoded_prompts(loaded, tokenizer, prompts, max_new_tokens)  # all of them, before the first is continued
     chosen = _layers(layers, len(decoder_blocks(loaded)))
-    names = list(DEFAULT_SIGNALS) if signals is None else list(_listed(signals))
     shade = color or ("NegativeLogMargin" if "NegativeLogMargin" in names else names[0])
     if shade not in names:
         raise ArgumentError(
