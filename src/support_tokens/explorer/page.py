@@ -93,12 +93,15 @@ def build_page(explorer: Explorer, results: Results) -> gr.Blocks:
             lines=3, max_lines=10, max_length=limits.characters, elem_id="ask-text",
         )  # fmt: skip
         with gr.Row():
-            model = gr.Dropdown(list(labels), value=labels[0], label="Model", filterable=False, elem_id="ask-model")
+            # So wide that on a phone each has a line of its own.
+            model = gr.Dropdown(
+                list(labels), value=labels[0], label="Model", filterable=False, min_width=240, elem_id="ask-model"
+            )
             # Whoever changes the model and asks at once sends layers of the model before: gradio would refuse them
             # without a word, so any value passes here, and the explorer says in a sentence what it does not have.
             layers = gr.Dropdown(
                 [], value=[], label=f"Layers, at most {limits.layers}", multiselect=True, max_choices=limits.layers,
-                allow_custom_value=True, elem_id="ask-layers",
+                allow_custom_value=True, min_width=240, elem_id="ask-layers",
             )  # fmt: skip
             views = gr.CheckboxGroup(
                 [("noise: x − μ(x)", "noise"), ("block: x + μ(x)", "block")], value=["noise", "block"], label="Views",
