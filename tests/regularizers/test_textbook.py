@@ -8,6 +8,7 @@ from torch import Tensor
 
 import textbook_law as law
 import textbook_rivals as rivals
+from naive import textbook_blocks
 
 ROOT2 = math.sqrt(2)
 
@@ -66,6 +67,7 @@ def test_spread_of_two_keys() -> None:
     close(law.spread(CROSS, 0.3), [[0.0, 0.0, 0.0]])
     # Scores 2 and 0 under c = log(3) / 2: weights 1/4 and 3/4, n = 1.6, D n / (D + n) = 8/9.
     x = tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
+    close(law.past_moments(law.normalized(x)[0], 2, [0, 1], math.log(3) / 2)[0], [1 / 4, 3 / 4])
     close(law.spread(x, math.log(3) / 2), [[0.0, 0.0, math.log(8 / 9)]])
     close(law.spread(x, math.log(3) / 2, zero="centring"), [[0.0, 0.0, 0.0]])
     close(law.spread(x, math.log(3) / 2, zero="centred"), [[0.0, 0.0, math.log(2 * 0.6 / 1.6)]])
@@ -156,6 +158,30 @@ def test_moments_of_low_rank_products_without_the_matrix() -> None:
         close(law.block_spread(matrices[None, None])[0, 0], spread.item())
 
 
+def test_moments_of_an_attention_block() -> None:
+    # Two heads, inclusive mask: M_t = sum_h W_O^h [Cov(v, k) W_Q^h c + alpha_tt (v_t - mu_t) c q_t^T W_K^h] and shared
+    # matrices W_O^h W_V^h with coefficients alpha_tt^h. The oracle of the law forms J_t = I + M_t in full.
+    generator = torch.Generator().manual_seed(1)
+    x, w_q, w_k, w_v, w_o = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((4, 6), (2, 3, 6), (2, 3, 6), (2, 3, 6), (2, 6, 3))
+    )
+    t, scale = 3, 1 / math.sqrt(3)
+    right, coefficients = [], []
+    for h in range(2):
+        query, keys, values = w_q[h] @ x[t], x @ w_k[h].T, x @ w_v[h].T
+        alpha = torch.softmax(scale * keys @ query, 0)
+        covariance = values.T @ (torch.diag(alpha) - torch.outer(alpha, alpha)) @ keys
+        own = torch.outer(values[t] - alpha @ values, scale * query @ w_k[h])
+        right.append(scale * covariance @ w_q[h] + alpha[t] * own)
+        coefficients.append(alpha[t])
+    trace, square, power = law.low_rank_moments(w_o, torch.stack(right), w_o @ w_v, torch.stack(coefficients))
+    jacobian = textbook_blocks(x, w_q, w_k, w_v, w_o, strict=False, view="block")[t]
+    close(6 + trace, jacobian.trace().item())
+    close(6 + 2 * trace + square, (jacobian**2).sum().item())
+    close(6 + 2 * trace + power, (jacobian @ jacobian).trace().item())
+
+
 # Predictions: logits are logarithms of probabilities.
 P, Q = tensor([[[1 / 4, 3 / 4]]]).log(), tensor([[[1 / 2, 1 / 2]]]).log()
 
@@ -244,6 +270,14 @@ def test_smart_adversary_per_position() -> None:
     delta = rivals.smart_perturbation_per_position(one_weight(-2.0), tensor([[[0.1], [-5.0]]]), x, radius=0.2)
     size = 0.2 * math.sqrt(12.5)
     close(delta, [[[size], [-size]]])
+
+    def two_weights(shift: Tensor) -> Tensor:
+        return torch.stack([shift @ tensor([3.0, 4.0]), torch.zeros_like(shift[..., 0])], -1)
+
+    delta = rivals.smart_perturbation_per_position(
+        two_weights, tensor([[[0.1, 0.0]]]), tensor([[[7.0, 1.0]]]), radius=0.2
+    )
+    close(delta, [[[0.2 * 5 * ROOT2 * 0.6, 0.2 * 5 * ROOT2 * 0.8]]])
     none = rivals.smart_perturbation_per_position(one_weight(0.0), tensor([[[0.1], [-5.0]]]), x, radius=0.2)
     close(none, [[[0.0], [0.0]]])
 
@@ -271,6 +305,28 @@ def test_freelb() -> None:
     close(first, [[[0.5 / ROOT2], [-0.5 / ROOT2]]])
 
 
+def test_freelb_treats_each_sequence_by_itself() -> None:
+    # One label in the first sequence, two in the second: slopes (-1/2, 0) and (-1/2, -1/2), up to a factor.
+    labels = torch.tensor([[1, 0, -100], [1, 0, 0]])
+    start = torch.zeros(2, 3, 1, dtype=torch.float64)
+    _, deltas = rivals.freelb_loss(one_weight(), labels, start, steps=2, step_size=0.4, max_norm=0.3, init=0.0)
+    close(deltas[1], [[[-0.3], [0.0], [0.0]], [[-0.3 / ROOT2], [-0.3 / ROOT2], [0.0]]])
+    valid = torch.tensor([[True, True, False], [True, True, True]])
+    ones = torch.ones(2, 3, 1, dtype=torch.float64)
+    _, deltas = rivals.freelb_loss(one_weight(), labels, ones, valid, steps=1, step_size=1.0, max_norm=0.0, init=3.0)
+    close(deltas[0], [[[3 / ROOT2], [3 / ROOT2], [0.0]], [[math.sqrt(3)]] * 3])
+
+
+def test_smart_scales_each_sequence_by_its_own_largest_slope() -> None:
+    draw = tensor([[[2.0], [0.0]], [[-1.0], [0.0]]])
+    delta = rivals.smart_perturbation(one_weight(), draw, sigma=0.01, step_size=0.05, epsilon=1.0)
+    close(delta, [[[0.07], [0.0]], [[-0.06], [0.0]]])
+    x, valid = tensor([[[3.0], [100.0]], [[4.0], [0.0]]]), torch.tensor([[True, False], [True, False]])
+    delta = rivals.smart_perturbation_per_position(one_weight(), draw, x, 0.1, valid=valid)
+    size = 0.1 * math.sqrt(12.5)
+    close(delta, [[[size], [0.0]], [[-size], [0.0]]])
+
+
 def test_alum() -> None:
     draw, where = tensor([[[2.0], [-3.0]]]), torch.tensor([[True, False]])
     options = {"sigma": 0.01, "step_size": 0.03, "epsilon": 0.1}
@@ -279,7 +335,11 @@ def test_alum() -> None:
     literal = 0.02 + 0.03 * (1 / (1 + math.exp(-0.02)) - 0.5)
     close(rivals.alum_perturbation(one_weight(), draw, where, per=None, **options), [[[literal], [-0.03]]])
     delta = tensor([[[math.log(3)], [0.0]]])
-    close(rivals.alum_penalty(one_weight(), delta, 10.0, where), 10 * math.log(3) / 4)
+    # The clean logits are zero for every w: d KL(clean || perturbed) / d w = (3/4 - 1/2) delta is all that is left.
+    weight = tensor(1.0).requires_grad_()
+    penalty = rivals.alum_penalty(lambda d: torch.cat([weight * d, torch.zeros_like(d)], -1), delta, 10.0, where)
+    close(penalty.detach(), 10 * math.log(3) / 4)
+    close(torch.autograd.grad(penalty, weight)[0], 10 * math.log(3) / 4)
 
 
 def test_sdbn() -> None:
