@@ -49,8 +49,9 @@ def tiny_llama(weights: dict[str, list] | None = None) -> LlamaForCausalLM:
 
 def ours() -> dict:
     """Our values, the text, and the weights."""
-    from support_tokens.decoding import generate, score_sequences
-    from support_tokens.small_gpt import character_tokenizer
+    from support_tokens.generation import generate
+    from support_tokens.generation.signals import score_sequences
+    from support_tokens.models import character_tokenizer
 
     model, tokenizer = tiny_llama(), character_tokenizer(ALPHABET)
     (text,) = generate(model, tokenizer, PROMPT, max_new_tokens=TOKENS)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from support_tokens.capture import AttentionCapture, capture_attention
 from support_tokens.margins import state_margins
+from support_tokens.models import AttentionCapture, capture_attention
 from tiny_models import left_and_right_padding
 
 LAYERS = (0, 1)

@@ -1,6 +1,6 @@
 """Records of margins made by hand, with texts that would act if anything let them."""
 
-from support_tokens.token_margins import AnalyzedText, LayerMargins, MarginRecord, TokenMargin, Window
+from support_tokens.report.records import AnalyzedText, LayerMargins, MarginRecord, TokenMargin, Window
 
 __all__ = ["HOSTILE", "layer_of", "record_of", "sample_record"]
 

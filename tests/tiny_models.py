@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from support_tokens.sites import decoder_blocks
+from support_tokens.models import decoder_blocks
 
 __all__ = ["CASES", "Case", "attention_jacobians", "everything_in_float64", "left_and_right_padding", "tiny_model"]
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from support_tokens import views
-from support_tokens.margin_changes import changes_from_json
-from support_tokens.token_margins import record_from_json
+from support_tokens.report import tokens as views
+from support_tokens.report.records import changes_from_json, record_from_json
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 TEXT = "The capital of France is Paris, and the river that runs through it is called the Seine."

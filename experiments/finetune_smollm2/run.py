@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from transformers.trainer_callback import PrinterCallback
 
 from support_tokens import BarrierCallback, attach_barrier, model_margins
-from support_tokens.corpora import load_corpus
-from support_tokens.run_folder import versions, write_json
+from support_tokens.files import versions, write_json
+from support_tokens.training import load_corpus
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTH, LAYER, HELD_OUT = 128, 0, 16

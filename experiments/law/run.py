@@ -18,14 +18,12 @@ from densities import autoregression, bits, flow, gaussian, law, standard_error
 from figures import coupling, uncertainty
 from torch import Tensor
 
-from support_tokens.arms import parse_arm
-from support_tokens.corpora import load_corpus
-from support_tokens.filtering import CategoricalEmission, ParticleFilter
+from support_tokens.files import write_json
 from support_tokens.law import EmbeddingPrior, barrier_concentration
-from support_tokens.plan import plan_from_config
-from support_tokens.run_folder import write_json
-from support_tokens.small_gpt import encode, load_small_gpt
-from support_tokens.training import train
+from support_tokens.law.filtering import CategoricalEmission, ParticleFilter
+from support_tokens.models import encode, load_small_gpt
+from support_tokens.regularizers import parse_arm
+from support_tokens.training import load_corpus, plan_from_config, train
 
 HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "docs" / "guides"

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from support_tokens.analysis import analyze, load_model
-from support_tokens.corpora import load_corpus
-from support_tokens.intervals import Bootstrap
-from support_tokens.run_folder import write_json, write_text
+from support_tokens.analysis import analyze
+from support_tokens.files import write_json, write_text
+from support_tokens.models import load_model
+from support_tokens.robustness import Bootstrap
+from support_tokens.training import load_corpus
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

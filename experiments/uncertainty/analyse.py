@@ -7,15 +7,16 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from support_tokens.intervals import Bootstrap, Estimate
-from support_tokens.schema import encode
-from support_tokens.selective import (
+from support_tokens.generation.selective import (
     ScoreTable,
     control_error_share,
     control_selective_risk,
     measure_threshold,
     risk_coverage,
 )
+from support_tokens.report import encode
+from support_tokens.report.records import Estimate
+from support_tokens.robustness import Bootstrap
 
 Table = Mapping[str, np.ndarray]
 ENTROPY, POSITION = "TokenEntropy", "Position"

@@ -11,15 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from support_tokens.corpora import Windows, load_corpus
-from support_tokens.decoding import score_tokens
-from support_tokens.experiment.models import TokenizerSpelling
+from support_tokens.files import write_bytes
+from support_tokens.generation.signals import score_tokens
 from support_tokens.law import EmbeddingPrior
-from support_tokens.measurement import EvaluationData
-from support_tokens.perturb import Batch, Typos
-from support_tokens.run_folder import write_bytes
-from support_tokens.sites import hook_embeddings
-from support_tokens.small_gpt import encode, load_small_gpt, quiet_transformers
+from support_tokens.models import encode, hook_embeddings, load_small_gpt, quiet_transformers
+from support_tokens.robustness import EvaluationData
+from support_tokens.robustness.lab import TokenizerSpelling
+from support_tokens.robustness.perturbations import Batch, Typos
+from support_tokens.training import Windows, load_corpus
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # These look at the token that came: for the next error, what they said of the token before is known.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import matplotlib
 
-from support_tokens.run_folder import read_json, write_text
+from support_tokens.files import read_json, write_text
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

@@ -11,11 +11,12 @@ from analyse import told
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from support_tokens.intervals import Bootstrap, Estimate
-from support_tokens.latent_prediction import embedding_rms, predict_under_noise
+from support_tokens.generation import embedding_rms, predict_under_noise
+from support_tokens.generation.selective import ScoreTable
 from support_tokens.law import EmbeddingPrior
-from support_tokens.selective import ScoreTable
-from support_tokens.sites import decoder_blocks, hook_embeddings
+from support_tokens.models import decoder_blocks, hook_embeddings
+from support_tokens.report.records import Estimate
+from support_tokens.robustness import Bootstrap
 
 Predict = Callable[[Tensor], Tensor]
 

@@ -21,8 +21,8 @@ from collect import GGUF, kept, law_of, load_smollm2, small_gpt_tables, small_gp
 from figures import draw
 from latent import compared, methods, read, seconds
 
-from support_tokens.intervals import Bootstrap
-from support_tokens.run_folder import versions, write_json
+from support_tokens.files import versions, write_json
+from support_tokens.robustness import Bootstrap
 
 HERE = Path(__file__).parent
 

@@ -12,19 +12,18 @@ import pytest
 pytest.importorskip("gradio", reason="gradio is not installed: pip install 'support-tokens[explore]'")
 
 import uvicorn
+from test_explorer import make_run
 
 from margin_samples import HOSTILE
-from support_tokens.explorer import Explorer, Limits, ModelSource
-from support_tokens.explorer.server import explorer_app, serve_explorer
-from support_tokens.token_margins import record_from_json
-from test_explorer import make_run
+from support_tokens.explorer import Explorer, Limits, ModelChoice, explorer_app, serve_explorer
+from support_tokens.report.records import record_from_json
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """The address of an explorer with two models, and the explorer."""
     runs = tmp_path_factory.mktemp("runs")
-    sources = [ModelSource(name, str(make_run(runs / name, layers=n))) for name, n in (("deep", 3), ("<b>flat</b>", 1))]
+    sources = [ModelChoice(name, str(make_run(runs / name, layers=n))) for name, n in (("deep", 3), ("<b>flat</b>", 1))]
     explorer = Explorer(sources, Limits(characters=300, tokens=200, layers=2, per_minute=1000))
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(explorer_app(explorer), log_level="warning", ws="none")

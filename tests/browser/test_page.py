@@ -5,10 +5,10 @@ import re
 import pytest
 
 from margin_samples import HOSTILE, layer_of, record_of, sample_record
-from support_tokens import views
-from support_tokens.margin_changes import compare_records
-from support_tokens.report.words import number
-from support_tokens.views.shown import in_text
+from support_tokens.report import number
+from support_tokens.report import tokens as views
+from support_tokens.report.records import compare_records
+from support_tokens.report.tokens import in_text
 
 
 @pytest.fixture

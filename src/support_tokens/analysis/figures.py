@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from support_tokens.attention import AttentionState
-from support_tokens.capture import capture_attention
 from support_tokens.errors import ArgumentError, NumericalError
-from support_tokens.jacobian import JacobianBlocks
-from support_tokens.logdet import full_precision, safe_slogdet
-from support_tokens.margins import state_margins, view_sign
-from support_tokens.token_margins import Window
+from support_tokens.margins import AttentionState, JacobianBlocks, state_margins, view_sign
+from support_tokens.margins.linalg import full_precision, safe_slogdet
+from support_tokens.models import capture_attention
+from support_tokens.report.records import Window
 
 FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprise_nats")
 """Figures beside sign and log|det|; each costs time, and none is needed for the others."""

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from support_tokens import views
 from support_tokens.analysis.texts import Progress, analyze_texts
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
-from support_tokens.margin_changes import MarginChanges, compare_records
-from support_tokens.run_folder import read_json, write_bytes, write_json, write_text
-from support_tokens.token_margins import LayerMargins, MarginRecord, TokenMargin, record_from_json, record_to_json
+from support_tokens.files import read_json, write_bytes, write_json, write_text
+from support_tokens.report.records import (
+    LayerMargins,
+    MarginChanges,
+    MarginRecord,
+    TokenMargin,
+    compare_records,
+    record_from_json,
+    record_to_json,
+)
+from support_tokens.report.tokens import margins_fragment, margins_html, margins_png, margins_renderable, margins_svg
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,21 +115,21 @@ class MarginReport:
         Raises:
             RunFolderError: The file cannot be written.
         """
-        write_text(path, views.margins_html(self.record))
+        write_text(path, margins_html(self.record))
 
     def to_png(self, path: str | Path, **which: Any) -> None:
         """Draws one layer, view and text (`layer`, `view`, `text`, `k`) as PNG."""
-        write_bytes(path, views.margins_png(self.record, **which))
+        write_bytes(path, margins_png(self.record, **which))
 
     def to_svg(self, path: str | Path, **which: Any) -> None:
         """Draws one layer, view and text (`layer`, `view`, `text`, `k`) as SVG."""
-        write_text(path, views.margins_svg(self.record, **which))
+        write_text(path, margins_svg(self.record, **which))
 
     def _repr_html_(self) -> str:
-        return views.margins_fragment(self.record)
+        return margins_fragment(self.record)
 
     def __rich__(self) -> Any:
-        return views.margins_renderable(self.record)
+        return margins_renderable(self.record)
 
     def __repr__(self) -> str:
         record = self.record
@@ -174,9 +181,9 @@ def analyze(
         arXiv:2602.22271; the Jacobian of real models in the theory of this package, section 2.
 
     Example:
-        >>> from support_tokens.small_gpt import character_tokenizer, small_gpt
+        >>> from support_tokens.models import character_tokenizer, build_small_gpt
         >>> tokenizer = character_tokenizer("abc ")
-        >>> model = small_gpt(tokenizer, layers=1, heads=2, width=8, context=8)
+        >>> model = build_small_gpt(tokenizer, layers=1, heads=2, width=8, context=8)
         >>> report = analyze(model, tokenizer, "abba cab", name="tiny")
         >>> report
         MarginReport('tiny', 8 tokens, layer 0 (noise))

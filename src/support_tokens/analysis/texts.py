@@ -11,11 +11,11 @@ from torch import nn
 from support_tokens.analysis.figures import Measured, check_figures, measure_windows
 from support_tokens.analysis.tokens import TokenText, token_texts
 from support_tokens.analysis.windows import default_overlap, model_window, windows_of
-from support_tokens.capture import capture_attention
 from support_tokens.errors import ArgumentError, DataError
+from support_tokens.files import versions
 from support_tokens.margins import view_sign
-from support_tokens.run_folder import versions
-from support_tokens.token_margins import AnalyzedText, LayerMargins, MarginRecord, TokenMargin, Window
+from support_tokens.models import capture_attention
+from support_tokens.report.records import AnalyzedText, LayerMargins, MarginRecord, TokenMargin, Window
 
 Progress = Callable[[int, int], None]
 _Figures = tuple[dict[tuple[int, str], Measured], "list[float | None] | None"]
@@ -63,9 +63,9 @@ def analyze_texts(
         NumericalError: A figure is not finite.
 
     Example:
-        >>> from support_tokens.small_gpt import character_tokenizer, small_gpt
+        >>> from support_tokens.models import character_tokenizer, build_small_gpt
         >>> tokenizer = character_tokenizer("abc ")
-        >>> model = small_gpt(tokenizer, layers=1, heads=2, width=8, context=8)
+        >>> model = build_small_gpt(tokenizer, layers=1, heads=2, width=8, context=8)
         >>> record = analyze_texts(model, tokenizer, {"one": "abba", "two": "cab"})
         >>> [(entry.text, len(entry.tokens)) for entry in record.layers]
         [(0, 4), (1, 3)]

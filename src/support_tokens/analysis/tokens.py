@@ -30,7 +30,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int], text: str | None = None) -> 
         text: The text they came from; a leading space that only the vocabulary puts there is then left out.
 
     Example:
-        >>> from support_tokens.small_gpt import character_tokenizer
+        >>> from support_tokens.models import character_tokenizer
         >>> token_texts(character_tokenizer("ab c"), [3, 2])
         [TokenText(token='a', shown=None), TokenText(token=' ', shown=None)]
     """

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from support_tokens.errors import ArgumentError
-from support_tokens.token_margins import Window
+from support_tokens.report.records import Window
 
 _LONGEST_DEFAULT = 1024
 

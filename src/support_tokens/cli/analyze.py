@@ -15,8 +15,7 @@ from support_tokens.cli.verbs import app
 from support_tokens.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
-    from support_tokens.analysis import MarginReport
-    from support_tokens.analysis.texts import Progress
+    from support_tokens.analysis import MarginReport, Progress
 
 _MOST_BYTES = 64 * 2**20
 
@@ -69,7 +68,7 @@ def analyze(
     from rich.console import Console
 
     from support_tokens.analysis import MarginReport
-    from support_tokens.devices import checked_device
+    from support_tokens.models import checked_device
 
     if record is None:
         checked_device(device)
@@ -90,10 +89,10 @@ def analyze(
         )  # fmt: skip
     _write(report, json_, parquet, html, png, svg, k)
     console = Console()
-    from support_tokens import views
+    from support_tokens.report.tokens import margins_renderable
 
     if earlier is None:
-        console.print(views.margins_renderable(report.record, k=k), highlight=False)
+        console.print(margins_renderable(report.record, k=k), highlight=False)
     else:
         _compare(earlier, report, k, compare_json, compare_html, console)
     for path in outputs:
@@ -106,8 +105,8 @@ def analyze(
 
 
 def _analyzed(model, gguf_file, texts, layers, view, window, overlap, batch_size, without, dtype, device):
-    from support_tokens.analysis import MarginReport, analyze_texts, load_model
-    from support_tokens.sites import decoder_blocks
+    from support_tokens.analysis import MarginReport, analyze_texts
+    from support_tokens.models import decoder_blocks, load_model
 
     if model is None:
         raise ArgumentError("--model is required, received none; pass a run folder or a model, or --record alone.")
@@ -130,15 +129,15 @@ def _analyzed(model, gguf_file, texts, layers, view, window, overlap, batch_size
 
 
 def _write(report: "MarginReport", json_, parquet, html, png, svg, k: int) -> None:
-    from support_tokens import views
-    from support_tokens.run_folder import write_text
+    from support_tokens.files import write_text
+    from support_tokens.report.tokens import margins_html
 
     if json_ is not None:
         report.to_json(json_)
     if parquet is not None:
         report.to_parquet(parquet)
     if html is not None:
-        write_text(html, views.margins_html(report.record, k=k))
+        write_text(html, margins_html(report.record, k=k))
     if png is not None:
         report.to_png(png, k=k)
     if svg is not None:
@@ -146,17 +145,17 @@ def _write(report: "MarginReport", json_, parquet, html, png, svg, k: int) -> No
 
 
 def _compare(earlier: "MarginReport", report: "MarginReport", k: int, json_, html, console) -> None:
-    from support_tokens import views
-    from support_tokens.margin_changes import changes_to_json
-    from support_tokens.run_folder import write_json, write_text
+    from support_tokens.files import write_json, write_text
+    from support_tokens.report.records import changes_to_json
+    from support_tokens.report.tokens import changes_html, changes_renderable
 
     changes = earlier.compare(report, k=k)
     if json_ is not None:
         payload = changes_to_json(changes)
         write_json(json_, {key: value for key, value in payload.items() if key != "schema_version"})
     if html is not None:
-        write_text(html, views.changes_html(changes))
-    console.print(views.changes_renderable(changes), highlight=False)
+        write_text(html, changes_html(changes))
+    console.print(changes_renderable(changes), highlight=False)
 
 
 def _listed(words: str) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def bench(
     """Time the barrier beside its peers in one run, or plan its cost for a model that is not here."""
     import torch
 
-    from support_tokens.devices import checked_device
+    from support_tokens.models import checked_device
 
     checked_device(device)  # before any folder is made
     if threads is not None:
@@ -65,8 +65,8 @@ def bench(
             )
         _plan(plan, batch, length, source, positions, devices, device, (product, elimination, memory))
         return
-    from support_tokens.bench.record import BenchRecord, record_table, write_plot
-    from support_tokens.run_folder import write_text
+    from support_tokens.files import write_text
+    from support_tokens.report.records import BenchRecord, record_table, write_plot
 
     for path in (out, table, plot):
         if path is not None:
@@ -74,7 +74,7 @@ def bench(
     if record is not None:
         found = BenchRecord.from_json(record)
     else:
-        from support_tokens.bench.suites import run_suite
+        from support_tokens.benchmark import run_suite
 
         found = run_suite(suite, rounds=rounds, device=device, log=lambda line: print(f"... {line}", flush=True))
     if out is not None:
@@ -90,7 +90,7 @@ def bench(
 def _plan(
     config: str, batch: int, length: int, source: str, positions: int | None, devices: int, device: str, given: tuple
 ) -> None:
-    from support_tokens.bench.plan import Ceilings, plan_step, shape_of
+    from support_tokens.benchmark import Ceilings, plan_step, shape_of
 
     shape = shape_of(config)
     if any(rate is not None for rate in given):
@@ -102,7 +102,7 @@ def _plan(
         ceilings = Ceilings(product * 1e12, {shape.side: elimination * 1e12}, memory * 1e9)
         origin = "given rates"
     else:
-        from support_tokens.bench.measure import measure_ceilings
+        from support_tokens.benchmark import measure_ceilings
 
         ceilings, origin = measure_ceilings(device), "rates measured on this machine"
     found = plan_step(shape, ceilings, batch=batch, length=length, source=source, positions=positions, devices=devices)

@@ -14,7 +14,7 @@ from support_tokens.cli.verbs import app
 from support_tokens.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from support_tokens.decoding import GeneratedToken, Generation
+    from support_tokens.report.records import GeneratedToken, Generation
 
 Drawn = "Draws"
 Watched = "Uncertainty"
@@ -87,14 +87,12 @@ def generate(
         raise ArgumentError(f"--json must be a file to write, received the folder '{json_}'; name a file in it.")
     prompts = _prompts(prompt, prompt_file)
     limits = _limits(stop_above or ())
-    from support_tokens.analysis import load_model
-    from support_tokens.decoding import DEFAULT_SIGNALS, GenerationRecord
-    from support_tokens.decoding import generate as generate_texts
-    from support_tokens.decoding.prompts import encoded_prompts
-    from support_tokens.decoding.signals import TOKEN_SIGNALS, chosen_signals
-    from support_tokens.devices import checked_device
-    from support_tokens.run_folder import versions
-    from support_tokens.sites import decoder_blocks
+    from support_tokens.files import versions
+    from support_tokens.generation import DEFAULT_SIGNALS, encoded_prompts
+    from support_tokens.generation import generate as generate_texts
+    from support_tokens.generation.signals import TOKEN_SIGNALS, chosen_signals
+    from support_tokens.models import checked_device, decoder_blocks, load_model
+    from support_tokens.report.records import GenerationRecord
 
     names = list(DEFAULT_SIGNALS) if signals is None else list(_listed(signals))
     if not names:
@@ -152,14 +150,14 @@ class _Shown:
     def _print(self, text: str, style: str) -> None:
         from rich.text import Text
 
-        from support_tokens.report.words import visible
+        from support_tokens.report import visible
 
         # A Text has no markup, and what is left of control characters acts on no terminal.
         lines = [visible(line) if line else "" for line in text.split("\n")]
         self._console.print(Text("\n".join(lines), style=style), end="", soft_wrap=True, highlight=False)
 
     def token(self, _row: int, token: "GeneratedToken") -> None:
-        from support_tokens.views.scale import band, limits_of
+        from support_tokens.report import band, limits_of
 
         value = next((v for name, v in token.signals.items() if name.partition(" (")[0] == self._color), None)
         step = 0
@@ -199,7 +197,7 @@ def _limits(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _rule(text: str):
-    from support_tokens.decoding import MarginMinP, MarginTemperature
+    from support_tokens.generation import MarginMinP, MarginTemperature
 
     rules = {"temperature": MarginTemperature, "min-p": MarginMinP}
     name, _, options = text.partition(":")

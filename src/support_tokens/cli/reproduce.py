@@ -29,10 +29,10 @@ def reproduce(
     from rich.table import Table
     from rich.text import Text
 
-    from support_tokens.lab import load_preset
-    from support_tokens.lab import reproduce as run
-    from support_tokens.report import words
-    from support_tokens.report.verdict import headline
+    from support_tokens.report import family, interval, number
+    from support_tokens.report.robustness import headline
+    from support_tokens.robustness.lab import load_preset
+    from support_tokens.robustness.lab import reproduce as run
 
     folder = Path("runs") / f"reproduce-{Path(preset).stem}" if output is None else output
     made = run(load_preset(preset), folder, data=data, seeds=seeds, runs=runs)
@@ -44,14 +44,14 @@ def reproduce(
             digits = 4 if row.unit.startswith("share") else 3
             table.add_row(
                 row.name,
-                "" if row.paper is None else words.number(row.paper, digits),
-                "" if row.ours is None else words.number(row.ours.value, digits),
-                "" if row.ours is None else words.interval(row.ours, digits),
+                "" if row.paper is None else number(row.paper, digits),
+                "" if row.ours is None else number(row.ours.value, digits),
+                "" if row.ours is None else interval(row.ours, digits),
                 row.status,
             )
         console.print(table, highlight=False)
     for contest in made.contests:
         ahead = {"law": contest.law, "rival": contest.rival}.get(contest.outcome, "neither")
-        console.print(Text(f"{words.family(contest.family)}: {ahead} ahead ({contest.law} against {contest.rival})"))
+        console.print(Text(f"{family(contest.family)}: {ahead} ahead ({contest.law} against {contest.rival})"))
     print(f"Tables: {folder / 'reproduction.md'}")
     print(f"Report: {folder / 'report.html'}")

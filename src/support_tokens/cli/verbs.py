@@ -31,7 +31,7 @@ def _with_plan(default: str) -> Callable[[Callable], Callable]:
     """Gives a verb one option for each field of the training plan, documented by the field itself."""
 
     def decorate(verb: Callable) -> Callable:
-        from support_tokens.plan import PLANS, TrainingPlan
+        from support_tokens.training import PLANS, TrainingPlan
 
         chosen = PLANS[default]
         own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -62,9 +62,9 @@ def demo(
     **plan: Any,
 ) -> None:
     """Train three arms of SmallGPT, try them under noise, and write a report: the main job, in minutes."""
-    from support_tokens.experiment import run_experiment
-    from support_tokens.plan import TrainingPlan
-    from support_tokens.report import print_report
+    from support_tokens.report.robustness import print_report
+    from support_tokens.robustness.lab import run_experiment
+    from support_tokens.training import TrainingPlan
 
     arms = {name: _arm(name) for name in ("ce", "barrier", "noise")}
     report = run_experiment(output, data, TrainingPlan(**plan), arms, resume=resume, force=force)
@@ -85,8 +85,7 @@ def train(
     **plan: Any,
 ) -> None:
     """Train SmallGPT on a text under one arm."""
-    from support_tokens.corpora import load_corpus
-    from support_tokens.plan import TrainingPlan
+    from support_tokens.training import TrainingPlan, load_corpus
     from support_tokens.training import train as run
 
     chosen = TrainingPlan(**plan)
@@ -124,9 +123,9 @@ def evaluate(
     force: Force = False,
 ) -> None:
     """Evaluate runs or models on held-out text, clean and under perturbations, and write a report."""
-    from support_tokens.experiment import evaluate_models, evaluate_runs, write_report
-    from support_tokens.perturbation_set import FAMILIES
-    from support_tokens.report import print_report
+    from support_tokens.report.robustness import print_report
+    from support_tokens.robustness.lab import evaluate_models, evaluate_runs, write_report
+    from support_tokens.robustness.perturbations import FAMILIES
 
     # A run keeps its model in a folder of its own; the configuration of a model of transformers names its type.
     models = [not (run / "model").is_dir() and _is_model(run) for run in runs]
@@ -200,9 +199,9 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Page to write; report.html beside the JSON if left out.")] = None,
 ) -> None:
     """Make the page and the table of a report again from its JSON alone."""
-    from support_tokens.report import print_report, render_html
-    from support_tokens.results import RobustnessReport
-    from support_tokens.run_folder import write_text
+    from support_tokens.files import write_text
+    from support_tokens.report.records import RobustnessReport
+    from support_tokens.report.robustness import print_report, render_html
 
     path = source / "report.json" if source.is_dir() else source
     made = RobustnessReport.from_json(path)
@@ -213,6 +212,6 @@ def report(
 
 
 def _arm(text: str):
-    from support_tokens.arms import parse_arm
+    from support_tokens.regularizers import parse_arm
 
     return parse_arm(text)

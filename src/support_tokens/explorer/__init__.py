@@ -1,6 +1,28 @@
 """The local explorer: type a text, see its support tokens. Its page needs gradio, the rest of it does not."""
 
-__all__ = ["Explorer", "Limits", "ModelSource", "find_models"]
+__all__ = ["Explorer", "Guard", "Limits", "ModelChoice", "Results", "explorer_app", "find_models", "serve_explorer"]
 
-from support_tokens.explorer.service import Explorer, Limits
-from support_tokens.explorer.sources import ModelSource, find_models
+from typing import TYPE_CHECKING
+
+from support_tokens._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from support_tokens.explorer.guard import Guard
+    from support_tokens.explorer.results import Results
+    from support_tokens.explorer.server import explorer_app, serve_explorer
+    from support_tokens.explorer.service import Explorer, Limits
+    from support_tokens.explorer.sources import ModelChoice, find_models
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Guard": "guard",
+        "Results": "results",
+        "explorer_app": "server",
+        "serve_explorer": "server",
+        "Explorer": "service",
+        "Limits": "service",
+        "ModelChoice": "sources",
+        "find_models": "sources",
+    },
+)

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from support_tokens.errors import SupportTokensError
 from support_tokens.explorer.results import Results
 from support_tokens.explorer.service import Explorer
-from support_tokens.report.words import visible
+from support_tokens.report import visible
 
 _EXAMPLE = "The capital of France is Paris, and the river that runs through it is called the Seine."
 _ABOUT = (

@@ -7,9 +7,9 @@ import secrets
 import threading
 from collections import OrderedDict
 
-from support_tokens import views
 from support_tokens.analysis import MarginReport
-from support_tokens.token_margins import record_to_json
+from support_tokens.report.records import record_to_json
+from support_tokens.report.tokens import margins_html
 
 
 class Results:
@@ -31,7 +31,7 @@ class Results:
     def keep(self, report: MarginReport) -> str:
         """Keeps the page and the JSON of a report, and returns the name they are kept under."""
         text = json.dumps(record_to_json(report.record), indent=2, ensure_ascii=False, allow_nan=False)
-        made = {"html": views.margins_html(report.record).encode(), "json": text.encode()}
+        made = {"html": margins_html(report.record).encode(), "json": text.encode()}
         name = secrets.token_urlsafe(24)
         with self._lock:
             self._kept[name] = made

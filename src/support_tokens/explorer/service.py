@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from support_tokens.analysis import MarginReport, analyze, load_model
+from support_tokens.analysis import MarginReport, analyze
 from support_tokens.errors import ArgumentError, DataError, SupportTokensError
-from support_tokens.explorer.sources import ModelSource
-from support_tokens.sites import decoder_blocks
+from support_tokens.explorer.sources import ModelChoice
+from support_tokens.models import decoder_blocks, load_model
 
 _MOST_CLIENTS = 1024
 
@@ -50,7 +50,7 @@ class Explorer:
 
     def __init__(
         self,
-        sources: Sequence[ModelSource],
+        sources: Sequence[ModelChoice],
         limits: Limits | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,

@@ -1,6 +1,6 @@
 """Which models the explorer offers: those it was started with, or those that lie where this package puts them."""
 
-__all__ = ["ModelSource", "find_models"]
+__all__ = ["ModelChoice", "find_models"]
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _MOST = 20
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelChoice:
     """A model by the name that the page shows; the page only ever sees that name.
 
     Args:
@@ -24,7 +24,7 @@ class ModelSource:
     gguf_file: str | None = None
 
 
-def find_models(runs: str | Path = "runs", models: str | Path = "models") -> Sequence[ModelSource]:
+def find_models(runs: str | Path = "runs", models: str | Path = "models") -> Sequence[ModelChoice]:
     """Finished runs below `runs`, newest first, and models in GGUF files below `models`.
 
     Example:
@@ -33,7 +33,7 @@ def find_models(runs: str | Path = "runs", models: str | Path = "models") -> Seq
     """
     configs = [path for depth in range(1, 4) for path in Path(runs).glob("*/" * depth + "model/config.json")]
     newest = sorted(configs, key=lambda path: (-path.stat().st_mtime, str(path)))[:_MOST]
-    found = [ModelSource(str(path.parent.parent.relative_to(runs)), str(path.parent.parent)) for path in newest]
+    found = [ModelChoice(str(path.parent.parent.relative_to(runs)), str(path.parent.parent)) for path in newest]
     for path in sorted(Path(models).glob("*/*.gguf")):
-        found.append(ModelSource(path.parent.name, str(path.parent), path.name))
+        found.append(ModelChoice(path.parent.name, str(path.parent), path.name))
     return found

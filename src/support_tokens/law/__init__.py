@@ -1,4 +1,4 @@
-r"""The paper's law of embeddings: exact density, sampling, certificates, depth.
+"""The paper's law of embeddings: exact density, sampling, certificates, depth.
 
 prior -> distribution, depth, coupling, fit; underneath: solve (one position), trajectory (all), certificate and mass.
 """
@@ -17,19 +17,25 @@ __all__ = [
     "Preimages",
     "Solution",
     "StandardErrors",
+    "all_roots_on_a_line",
+    "attend",
     "barrier_concentration",
     "coupling_spectrum",
+    "embed",
     "fit",
     "keep_repulsive",
+    "newton",
+    "solve",
     "standard_errors",
 ]
 
 from support_tokens.law.certificate import Certificate
 from support_tokens.law.coupling import Concentration, Coupling, barrier_concentration, coupling_spectrum
-from support_tokens.law.depth import LawStack, LayerLaw
 from support_tokens.law.distribution import EmbeddingLaw, NoiseToEmbeddings
 from support_tokens.law.fit import Fit, StandardErrors, fit, standard_errors
 from support_tokens.law.mass import Mass, Preimages
+from support_tokens.law.newton import all_roots_on_a_line, attend, newton
 from support_tokens.law.prior import EmbeddingPrior
-from support_tokens.law.repulsion import keep_repulsive
-from support_tokens.law.trajectory import Solution
+from support_tokens.law.repulsive import keep_repulsive
+from support_tokens.law.stack import LawStack, LayerLaw
+from support_tokens.law.trajectory import Solution, embed, solve

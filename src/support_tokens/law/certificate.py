@@ -22,10 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from support_tokens.attention import AttentionState
-from support_tokens.jacobian import JacobianBlocks
-from support_tokens.logdet import full_precision
-from support_tokens.margins import Margins
+from support_tokens.margins import AttentionState, JacobianBlocks, Margins
+from support_tokens.margins.linalg import full_precision
 
 _CHUNK_BYTES = 32 * 2**20
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-from support_tokens.jacobian import JacobianBlocks
 from support_tokens.law.prior import EmbeddingPrior
-from support_tokens.logdet import full_precision
+from support_tokens.margins import JacobianBlocks
+from support_tokens.margins.linalg import full_precision
 
 _CHUNK_BYTES = 32 * 2**20
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-from support_tokens.lapack import each_matrix
-from support_tokens.law.solve import Factors, all_roots_on_a_line, attend, newton, tolerance_of, working_dtype
+from support_tokens.law.newton import CouplingFactors, all_roots_on_a_line, attend, newton, tolerance_of, working_dtype
+from support_tokens.margins.linalg import each_matrix
 
 ROUNDS = 3
 """Rounds of the search with several unknowns, each with four times the starts of the one before."""
@@ -69,7 +69,7 @@ class Mass:
         )
 
 
-def _rows(past: Tensor, maps: Factors) -> tuple[Tensor, Tensor]:
+def _rows(past: Tensor, maps: CouplingFactors) -> tuple[Tensor, Tensor]:
     if past.dim() != 2 or past.shape[-1] != maps.to_query.shape[-1] or len(past) == 0:
         raise ArgumentError(
             f"past must have shape (t, {maps.to_query.shape[-1]}) with t >= 1, received {tuple(past.shape)}; pass one "
@@ -79,7 +79,7 @@ def _rows(past: Tensor, maps: Factors) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def preimages(noise: Tensor, past: Tensor, maps: Factors, *, starts: int = 16) -> Preimages:
+def preimages(noise: Tensor, past: Tensor, maps: CouplingFactors, *, starts: int = 16) -> Preimages:
     r"""All embeddings found with noise `(M, D)` after the past `(t, D)`.
 
     With one unknown (R or D is 1) by a grid and bisection, so all of them; with more by Newton from every past token,
@@ -87,11 +87,11 @@ def preimages(noise: Tensor, past: Tensor, maps: Factors, *, starts: int = 16) -
 
     Example:
         >>> past, one = torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1)
-        >>> preimages(torch.full((1, 1), 0.1), past, Factors(one, one)).x.squeeze()
+        >>> preimages(torch.full((1, 1), 0.1), past, CouplingFactors(one, one)).x.squeeze()
         tensor([-1.8980, -0.0334,  2.0991])
     """
     given, wide = noise.dtype, working_dtype(noise)
-    noise, past, maps = noise.to(wide), past.to(wide), Factors(*(matrix.to(wide) for matrix in maps))
+    noise, past, maps = noise.to(wide), past.to(wide), CouplingFactors(*(matrix.to(wide) for matrix in maps))
     queries, keys = _rows(past, maps)
     target = noise @ maps.to_query.T
     if queries.shape[-1] == 1:
@@ -158,7 +158,12 @@ def _distinct(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def mass(
-    past: Tensor, maps: Factors, noise_scale: float, *, samples: int = 256, generator: torch.Generator | None = None
+    past: Tensor,
+    maps: CouplingFactors,
+    noise_scale: float,
+    *,
+    samples: int = 256,
+    generator: torch.Generator | None = None,
 ) -> Mass:
     r"""Integral of the density of the next embedding given the past `(t, D)`.
 
@@ -167,7 +172,10 @@ def mass(
 
     Example:
         >>> past, one = torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1)
-        >>> mass(past, Factors(one, 0.2 * one), 1.0).value, mass(past, Factors(one, one), 1.0).value > 1.3
+        >>> (
+        ...     mass(past, CouplingFactors(one, 0.2 * one), 1.0).value,
+        ...     mass(past, CouplingFactors(one, one), 1.0).value > 1.3,
+        ... )
         (1.0, True)
     """
     queries, keys = _rows(past, maps)

@@ -8,15 +8,13 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from support_tokens.attention import AttentionState, state_from_weights
 from support_tokens.errors import ArgumentError, NumericalWarning
 from support_tokens.law.certificate import Certificate, certify, past_radius_squared
 from support_tokens.law.mass import Mass, Preimages, mass, preimages
-from support_tokens.law.solve import factors
+from support_tokens.law.newton import factors
 from support_tokens.law.trajectory import Solution, embed, solve
-from support_tokens.logdet import full_precision
-from support_tokens.margins import Margins, state_margins
-from support_tokens.moments import moments
+from support_tokens.margins import AttentionState, Margins, moments, state_from_weights, state_margins
+from support_tokens.margins.linalg import full_precision
 
 LARGEST_CHECK = 64
 """Positions whose mass `log_prob(x, check=True)` computes at most."""

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from support_tokens.errors import NumericalError
-from support_tokens.lapack import each_matrix
-from support_tokens.law.solve import (
-    Factors,
+from support_tokens.law.newton import (
+    CouplingFactors,
     all_roots_on_a_line,
     attend,
     factors,
@@ -29,6 +28,7 @@ from support_tokens.law.solve import (
     tolerance_of,
     working_dtype,
 )
+from support_tokens.margins.linalg import each_matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Solution:
 
 
 def next_embedding(
-    noise: Tensor, values: Tensor, queries: Tensor, keys: Tensor, maps: Factors, tolerance: float | None = None
+    noise: Tensor, values: Tensor, queries: Tensor, keys: Tensor, maps: CouplingFactors, tolerance: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""The embedding that follows a past, for N independent rows: $x = \epsilon + \mu(x)$.
 
@@ -96,7 +96,7 @@ def next_embedding(
         return noise, torch.zeros_like(count), torch.zeros_like(noise[:, 0]), count
     given, wide = noise.dtype, working_dtype(noise)
     noise, values, queries, keys = (tensor.to(wide) for tensor in (noise, values, queries, keys))
-    maps = Factors(*(matrix.to(wide) for matrix in maps))
+    maps = CouplingFactors(*(matrix.to(wide) for matrix in maps))
     tolerance = tolerance_of(wide) if tolerance is None else tolerance
     target = noise @ maps.to_query.T
     first = target + queries.mean(-2)

@@ -1,8 +1,57 @@
-"""Reports: the JSON of an evaluation to the terminal, to one HTML file and to PNG. Reads JSON only, never a model."""
+"""Records to terminal, HTML and PNG; never a model."""
 
-__all__ = ["Finding", "Verdict", "degradation_png", "print_report", "render_html", "render_text", "verdict"]
+__all__ = [
+    "Finding",
+    "Verdict",
+    "band",
+    "decode",
+    "degradation_png",
+    "encode",
+    "family",
+    "interval",
+    "label",
+    "limits_of",
+    "number",
+    "print_report",
+    "render_html",
+    "render_text",
+    "signed",
+    "verdict",
+    "visible",
+]
 
-from support_tokens.report.page import render_html
-from support_tokens.report.plots import degradation_png
-from support_tokens.report.text import print_report, render_text
-from support_tokens.report.verdict import Finding, Verdict, verdict
+from typing import TYPE_CHECKING
+
+from support_tokens._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from support_tokens.report.format import family, interval, label, number, signed, visible
+    from support_tokens.report.robustness.page import render_html
+    from support_tokens.report.robustness.plots import degradation_png
+    from support_tokens.report.robustness.terminal import print_report, render_text
+    from support_tokens.report.robustness.verdict import Finding, Verdict, verdict
+    from support_tokens.report.scale import band, limits_of
+    from support_tokens.report.schema import decode, encode
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "family": "format",
+        "interval": "format",
+        "label": "format",
+        "number": "format",
+        "signed": "format",
+        "visible": "format",
+        "render_html": "robustness.page",
+        "degradation_png": "robustness.plots",
+        "print_report": "robustness.terminal",
+        "render_text": "robustness.terminal",
+        "Finding": "robustness.verdict",
+        "Verdict": "robustness.verdict",
+        "verdict": "robustness.verdict",
+        "band": "scale",
+        "limits_of": "scale",
+        "decode": "schema",
+        "encode": "schema",
+    },
+)

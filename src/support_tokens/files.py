@@ -1,0 +1,173 @@
+"""Files that are never half written, and JSON of a known version."""
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "read_json",
+    "replace_folder",
+    "unwritable",
+    "versions",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]
+
+import json
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+from support_tokens.errors import RunFolderError
+
+SCHEMA_VERSION = 1
+"""Version of every JSON file that this package writes; a reader refuses any other."""
+
+PACKAGES = ("support-tokens", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "datasets")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a UTF-8 file that is there whole or not at all.
+
+    Args:
+        path: File to write or to replace; its folder exists.
+        text: Its content.
+
+    Raises:
+        RunFolderError: The folder is missing or unwritable, or the disk is full; the old file is as it was.
+    """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all.
+
+    Args:
+        path: File to write or to replace; its folder exists.
+        content: Its content.
+
+    Raises:
+        RunFolderError: The folder is missing or unwritable, or the disk is full; the old file is as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        # Not mkstemp, whose files their owner alone can read: here the user's umask decides, as for any file.
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, payload: Mapping) -> None:
+    """Writes an object as JSON with `schema_version` first, whole or not at all.
+
+    Args:
+        path: File to write or to replace.
+        payload: What JSON can hold; NaN and infinities are refused, since JSON has none.
+
+    Raises:
+        RunFolderError: The file cannot be written, or a number is not finite.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "result.json"
+        >>> write_json(path, {"steps": 3})
+        >>> read_json(path)
+        {'schema_version': 1, 'steps': 3}
+    """
+    try:
+        text = json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise RunFolderError(f"'{path}' is not written: a value in it is not a finite number ({error}).") from error
+    write_text(path, text + "\n")
+
+
+def read_json(path: str | Path) -> dict:
+    """Reads an object that `write_json` wrote.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        The object, with its `schema_version`.
+
+    Raises:
+        RunFolderError: The file is missing, unreadable, no JSON object, or of another schema.
+    """
+    try:
+        payload = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunFolderError(f"'{path}' cannot be read ({error.strerror}); pass the folder of a run.") from error
+    except ValueError as error:
+        raise RunFolderError(f"'{path}' is not valid JSON ({error}); restore it or run again.") from error
+    received = payload.get("schema_version") if isinstance(payload, dict) else None
+    if received != SCHEMA_VERSION:
+        raise RunFolderError(
+            f"'{path}' has schema_version {received!r} where {SCHEMA_VERSION} is required; "
+            "it was written by another version of support-tokens or by another program."
+        )
+    return payload
+
+
+@contextmanager
+def replace_folder(path: str | Path) -> Iterator[Path]:
+    """Gives an empty folder to fill, which takes the place of `path` when the block ends without an error.
+
+    Args:
+        path: Folder to make or to replace.
+
+    Raises:
+        RunFolderError: It cannot be written; what was at `path` is as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        yield temporary
+        # Some libraries write files that only their owner can read; the new folder's mode holds the user's umask.
+        mode = temporary.stat().st_mode & 0o777
+        for entry in temporary.rglob("*"):
+            entry.chmod(mode if entry.is_dir() else mode & 0o666)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """Versions that the figures of a run depend on: of Python, the system and the packages in use.
+
+    Example:
+        >>> sorted(versions())[:2]
+        ['accelerate', 'datasets']
+    """
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def unwritable(path: Path, error: OSError) -> RunFolderError:
+    """The error for a path that could not be written."""
+    return RunFolderError(
+        f"'{path}' cannot be written ({error.strerror or error}); free space, check permissions, "
+        "or choose another folder."
+    )

@@ -1,0 +1,199 @@
+r"""Generation that knows its margin: `model.generate` with a KV cache, and the uncertainty of every token beside it."""
+
+__all__ = ["DEFAULT_SIGNALS", "generate"]
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from support_tokens.errors import ArgumentError, UnsupportedModelError
+from support_tokens.generation.lent import generating_plainly, in_turn
+from support_tokens.generation.prompts import Prompts, encoded_prompts, end_tokens
+from support_tokens.generation.rules import Rule
+from support_tokens.generation.run import Run
+from support_tokens.generation.sampling import RowSampler
+from support_tokens.generation.signals.observer import Observer
+from support_tokens.generation.signals.table import TOKEN_SIGNALS, chosen_signals
+from support_tokens.law import EmbeddingLaw, EmbeddingPrior
+from support_tokens.models import evaluating, quiet_transformers
+from support_tokens.report.records import GeneratedToken, Generation
+
+DEFAULT_SIGNALS = (
+    "TokenEntropy",
+    "MaximumTokenProbability",
+    "NegativeLogLikelihood",
+    "NegativeLogMargin",
+    "NegativeSign",
+)
+"""What costs one LU factorisation a token and layer, and nothing else."""
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 64,
+    layers: Sequence[int] = (0,),
+    view: str = "noise",
+    signals: Sequence[str] | None = None,
+    law: EmbeddingLaw | EmbeddingPrior | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | Sequence[int] = 0,
+    adapt: Rule | None = None,
+    stop_above: Mapping[str, float] | None = None,
+    on_token: Callable[[int, GeneratedToken], None] | None = None,
+    num_beams: int = 1,
+) -> list[Generation]:
+    r"""Continues prompts, with the uncertainty of every token from the pass that wrote it.
+
+    The pass over a prompt gives the margin of its last position only, and each later pass that of one: one LU
+    factorisation a token and layer. A text depends neither on the others of its batch nor on padding; signals are those
+    that `score_tokens` gives of the finished text. So nothing but its end tokens is taken from the model's own
+    generation settings: penalties and biases there would change the logits that signals are of.
+
+    Args:
+        model: A causal language model of transformers, of a supported family; read in evaluation mode.
+        tokenizer: Its tokenizer.
+        prompts: A text, or several, each a text or token ids.
+        max_new_tokens: Most tokens written.
+        layers: Indices of blocks; the cost of margins grows with their number.
+        view: `noise` or `block`.
+        signals: Names of `TOKEN_SIGNALS`; None: `DEFAULT_SIGNALS`.
+        law: Law of the embeddings, for `NegativeLogDensity`.
+        do_sample: Draws tokens; False takes the most probable one, whatever temperature and truncation say.
+        temperature: Above 0; divides the logits before a token is drawn. Signals are of the logits as they were.
+        top_k: Keeps as many tokens.
+        top_p: Keeps the most probable tokens that make up this share.
+        min_p: Keeps tokens of at least this share of the best one's probability.
+        seed: Row i draws from `seed + i`, or from `seed[i]`, so that it draws the same with any other batch.
+        adapt: `MarginTemperature` or `MarginMinP` on the margin of the first of `layers`; neither changes which token
+            is the most probable one.
+        stop_above: Largest allowed value by name of a signal; a text abstains before a token whose signal is above, or
+            no number, in any layer where the name says none.
+        on_token: Told the row and each token when it is written.
+        num_beams: 1. Beam search is refused: its texts change rows at every step, and a signal carried along, the
+            memory of RAUQ or a threshold passed, would end up with another beam's text.
+
+    Returns:
+        One `Generation` a prompt. Ctrl-C ends early and returns what was written; before the first token it goes on to
+        the caller.
+
+    Raises:
+        ArgumentError: A prompt is empty or over the context, or an option is out of range.
+        UnsupportedModelError: The attention of the model cannot be read exactly, or it does not generate.
+
+    Example:
+        >>> from support_tokens.models import character_tokenizer, build_small_gpt
+        >>> tokenizer = character_tokenizer("abc ")
+        >>> model = build_small_gpt(tokenizer, layers=1, heads=2, width=8, context=32)
+        >>> found = generate(model, tokenizer, ["ab", "cab a"], max_new_tokens=5)
+        >>> [(len(one.tokens), one.finish_reason) for one in found]
+        [(5, 'length'), (5, 'length')]
+        >>> sorted(found[0].tokens[0].signals)[:2]
+        ['MaximumTokenProbability', 'NegativeLogLikelihood']
+    """
+    if num_beams != 1:
+        raise ArgumentError(
+            f"num_beams must be 1, received {num_beams}: beam search moves texts between rows at every step, and a "
+            "signal would be held against another beam's text; sample, or decode greedily."
+        )
+    _check_options(max_new_tokens, temperature, top_k, top_p, min_p)
+    if not hasattr(model, "generate"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no generate, which a causal language model of transformers has; pass one."
+        )
+    encoded = encoded_prompts(model, tokenizer, prompts, max_new_tokens)
+    limits = dict(stop_above or {})
+    names = list(DEFAULT_SIGNALS if signals is None else signals) if not isinstance(signals, str) else signals
+    chosen = chosen_signals(TOKEN_SIGNALS, names, law=law is not None)
+    stops = chosen_signals(TOKEN_SIGNALS, [name.partition(" (")[0] for name in limits], law=law is not None)
+    watched = tuple(dict.fromkeys((*chosen, *stops)))
+    margin = () if adapt is None else (TOKEN_SIGNALS["NegativeLogMargin"],)
+    ends = end_tokens(model, tokenizer)
+    seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(len(encoded.rows))]
+    if not all(_whole(one) and -(2**63) <= int(one) < 2**63 for one in seeds):
+        raise ArgumentError(f"seed must be whole numbers of 64 bits, received {seed!r:.60}; 0 is the default.")
+    if len(seeds) != len(encoded.rows):
+        raise ArgumentError(f"seed must be one number, or one a prompt, received {len(seeds)} for {len(encoded.rows)}.")
+    drawing = [*_warpers(temperature, top_k, top_p, min_p), RowSampler(seeds)] if do_sample else []
+    with ExitStack() as after:
+        after.enter_context(in_turn(model))
+        observer = Observer(model, (*watched, *margin), layers, view, law)
+        after.callback(observer.remove)
+        run = Run(observer, watched, tokenizer, encoded, ends, max_new_tokens, limits, adapt, on_token)
+        for lent in (quiet_transformers(), evaluating(model), generating_plainly(model, ends, encoded.pad)):
+            after.enter_context(lent)
+        try:
+            model.generate(  # type: ignore[operator]
+                input_ids=encoded.ids,
+                attention_mask=encoded.mask,
+                max_new_tokens=max_new_tokens,
+                logits_processor=LogitsProcessorList([_Before(run), *drawing]),
+                stopping_criteria=StoppingCriteriaList([run.after]),  # type: ignore[list-item]
+                do_sample=False,  # the last processor draws
+                num_beams=1,
+                use_cache=True,
+            )
+        except KeyboardInterrupt:
+            if not run.begun:
+                raise
+    return run.generations()
+
+
+class _Before(LogitsProcessor):
+    """`Run.before` as an object: of a bare method transformers takes half a millisecond a token to find the
+    arguments."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.run.before(input_ids, scores)
+
+
+def _check_options(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+) -> None:
+    for name, value, fits, required in (
+        (
+            "max_new_tokens",
+            max_new_tokens,
+            _whole(max_new_tokens) and max_new_tokens >= 1,
+            "a whole number, at least 1",
+        ),
+        ("temperature", temperature, 0 < temperature < float("inf"), "a finite number above 0"),
+        ("top_k", top_k, top_k is None or (_whole(top_k) and top_k >= 1), "a whole number, at least 1"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "from 0 to 1"),
+    ):
+        if not fits:
+            raise ArgumentError(f"{name} must be {required}, received {value}; leave it out for its default.")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _warpers(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> list[LogitsProcessor]:
+    """In the order of transformers."""
+    found: list[LogitsProcessor] = [] if temperature == 1.0 else [TemperatureLogitsWarper(temperature)]
+    found += [] if top_k is None else [TopKLogitsWarper(top_k)]
+    found += [] if top_p is None else [TopPLogitsWarper(top_p)]
+    return found if not min_p else [*found, MinPLogitsWarper(min_p)]

@@ -1,0 +1,136 @@
+r"""Latent-noise prediction: next-token probabilities averaged over the noise of the embeddings."""
+
+__all__ = ["embedding_rms", "predict_under_noise"]
+
+import math
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from support_tokens.errors import ArgumentError
+from support_tokens.generation.lent import in_turn
+from support_tokens.generation.signals.scoring import positions_of
+from support_tokens.law import EmbeddingPrior
+from support_tokens.margins import AttentionState, JacobianBlocks, position_chunks
+from support_tokens.margins.linalg import each_matrix, full_precision
+from support_tokens.models import evaluating, hook_embeddings
+
+
+@torch.no_grad()
+def predict_under_noise(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scale: float,
+    samples: int = 8,
+    law: EmbeddingPrior | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Log-probabilities of the next token, averaged over samples of the latent noise of the embeddings.
+
+    $$ \log \bar p(y \mid x) = \log \frac1S \sum_{i=1}^S p\big(y \mid x + s\, \delta_i\big), \qquad
+       \delta_{i,t} = \epsilon_{i,t} \;\text{ or }\; J_t^{-1} \epsilon_{i,t}, \quad \epsilon \sim N(0, I). $$
+
+    With a law, noise is pushed through it to first order: $x - \mu(x) = \epsilon$ moves by $J_t^{-1} d\epsilon$, so the
+    noise is larger at positions and in directions of small margin. The S passes are one batch: the cost is that of a
+    pass over S times as many sequences, and the logits take S times the memory. One scale for all texts keeps the
+    prediction causal and independent of what else is in the batch; `s = r * embedding_rms(...)` sets it as a share r
+    of the embeddings' own size.
+
+    It flattens the prediction where it depends on details of the embeddings. Temperature scaling flattens it too and
+    costs nothing: compare the two on held-out text before paying for this one.
+
+    Args:
+        model: A causal language model of transformers; in eval mode meanwhile.
+        input_ids: Tokens, `(B, T)`.
+        attention_mask: 1 at real tokens, `(B, T)`; None: all are.
+        scale: $s$, standard deviation of the noise in units of the embeddings; 0 gives the plain prediction.
+        samples: $S$.
+        law: The law that noise is pushed through; None: noise alike in all directions.
+        generator: Draws the noise, on its own device; None: PyTorch's global one.
+
+    Returns:
+        $\log \bar p$, `(B, T, V)`, float32 or better; entry t predicts token t + 1.
+
+    Raises:
+        ArgumentError: `scale` is negative or not finite, there is no sample, or the law has another width.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8)).eval()
+        >>> ids = torch.arange(6).unsqueeze(0)
+        >>> log_p = predict_under_noise(model, ids, scale=0.3 * embedding_rms(model, ids), samples=4)
+        >>> log_p.shape, torch.allclose(log_p.exp().sum(-1), torch.ones(1, 6))
+        (torch.Size([1, 6, 11]), True)
+    """
+    if not 0 <= scale < math.inf:
+        raise ArgumentError(f"scale must be a finite number of at least 0, received {scale!r}; pass 0.1 * rms, say.")
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ArgumentError(f"samples must be a whole number of at least 1, received {samples!r}; 8 is the default.")
+    batch = input_ids.shape[0]
+
+    def disturb(x: Tensor) -> Tensor:
+        each = x.reshape(samples, batch, *x.shape[1:])
+        drawn = torch.randn(
+            each.shape, generator=generator, dtype=torch.float32, device=generator.device if generator else x.device
+        )
+        noise = drawn.to(x.device)
+        if law is not None:
+            noise = _through(law.state(_wide(each[0]), attention_mask), noise)
+        return x + scale * noise.reshape(x.shape).to(x.dtype)
+
+    mask = None if attention_mask is None else attention_mask.repeat(samples, 1)
+    ids, positions = input_ids.repeat(samples, 1), positions_of(model, mask)
+    with ExitStack() as after:
+        after.enter_context(in_turn(model))
+        after.enter_context(evaluating(model))
+        after.callback(hook_embeddings(model, disturb).remove)
+        logits = _wide(model(input_ids=ids, attention_mask=mask, use_cache=False, **positions).logits)
+    log_p = (logits - logits.logsumexp(-1, keepdim=True)).reshape(samples, batch, *logits.shape[1:])
+    return log_p.logsumexp(0) - math.log(samples)
+
+
+@torch.no_grad()
+def embedding_rms(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> float:
+    r"""Root mean square of the embeddings that enter the first block, over real tokens and width.
+
+    Args:
+        model: A causal language model of transformers.
+        input_ids: Tokens, `(B, T)`: a text that stands for those to come.
+        attention_mask: 1 at real tokens, `(B, T)`; None: all are.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)).eval()
+        >>> embedding_rms(model, torch.arange(6).unsqueeze(0)) > 0
+        True
+    """
+    seen: list[Tensor] = []
+    with ExitStack() as after:
+        after.enter_context(in_turn(model))
+        after.enter_context(evaluating(model))
+        after.callback(hook_embeddings(model, lambda x: seen.append(x)).remove)
+        positions = positions_of(model, attention_mask)
+        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions)
+    x = seen[0] if attention_mask is None else seen[0][attention_mask.bool()]
+    return x.double().square().mean().sqrt().item()
+
+
+def _through(state: AttentionState, noise: Tensor) -> Tensor:
+    """$J_t^{-1}$ times noise `(S, B, T, D)`, one solve a position for all samples."""
+    blocks = JacobianBlocks(state)
+    identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
+    columns = noise.permute(1, 2, 3, 0).to(state.query.dtype)  # (B, T, D, S)
+    with full_precision(state.query):
+        solved = [
+            each_matrix(torch.linalg.solve, identity - blocks.dense(rows), columns[:, rows])
+            for rows in position_chunks(state, None, state.width)
+        ]
+    return torch.cat(solved, dim=1).permute(3, 0, 1, 2)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()

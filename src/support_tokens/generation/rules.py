@@ -1,0 +1,164 @@
+r"""Decoding that depends on the margin: rules from logits and log margins to logits, and the processor that applies one
+inside of `model.generate`."""
+
+__all__ = ["MarginMinP", "MarginProcessor", "MarginTemperature", "Rule"]
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor
+
+from support_tokens.errors import ArgumentError
+from support_tokens.generation.signals.observer import MarginReader
+from support_tokens.models import AttentionCapture
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+"""Logits `(B, V)` and log margins `(B,)` in nats to logits."""
+
+
+@dataclass(frozen=True)
+class MarginTemperature:
+    r"""Divides logits by a temperature that falls with the margin: near degeneracy a token is drawn more carefully.
+
+    $$ \tau_t = \min\big(\tau_{\max}, \max(\tau_{\min}, 1 + b\,(\log|\det J_t| - m_0))\big). $$
+
+    A temperature asked for besides multiplies it.
+
+    Args:
+        pivot: $m_0$, log margin in nats at which the temperature is 1.
+        slope: $b \ge 0$, change of temperature a nat.
+        lowest: $\tau_{\min} > 0$.
+        highest: $\tau_{\max} \ge \tau_{\min}$; 1: never hotter than without the rule.
+
+    Raises:
+        ArgumentError: A number is out of its range.
+
+    Example:
+        >>> MarginTemperature(pivot=1.0, slope=0.5)(torch.ones(2, 1), torch.tensor([0.0, 3.0]))
+        tensor([[2.],
+                [1.]])
+    """
+
+    pivot: float = 0.0
+    slope: float = 0.25
+    lowest: float = 0.1
+    highest: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.slope >= 0 and 0 < self.lowest <= self.highest):
+            raise ArgumentError(
+                f"MarginTemperature: slope >= 0 and 0 < lowest <= highest are required, received slope={self.slope}, "
+                f"lowest={self.lowest} and highest={self.highest}; choose numbers that fit."
+            )
+
+    def __call__(self, scores: Tensor, log_margin: Tensor) -> Tensor:
+        """Logits over the temperature of each row, `(B, V)`."""
+        temperature = (1 + self.slope * (log_margin - self.pivot)).clamp(self.lowest, self.highest)
+        return scores / temperature.to(scores).unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class MarginMinP:
+    r"""Leaves out tokens far less probable than the best one, and the more of them the smaller the margin.
+
+    $$ p_t(v) \ge \rho_t \max_u p_t(u), \qquad
+       \rho_t = \min\big(\rho_{\max}, \max(0, b\,(m_0 - \log|\det J_t|))\big). $$
+
+    Args:
+        pivot: $m_0$, log margin in nats from which on nothing is left out.
+        slope: $b \ge 0$, share a nat.
+        highest: $\rho_{\max}$, above 0 and at most 1; 1 leaves the best token alone.
+
+    Raises:
+        ArgumentError: A number is out of its range.
+
+    Example:
+        >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(2, 1)
+        >>> MarginMinP(pivot=0.0, slope=0.5, highest=0.5)(logits, torch.tensor([-1.0, 1.0])).exp()
+        tensor([[0.5000, 0.3000, 0.0000],
+                [0.5000, 0.3000, 0.2000]])
+    """
+
+    pivot: float = 0.0
+    slope: float = 0.1
+    highest: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (self.slope >= 0 and 0 < self.highest <= 1):
+            raise ArgumentError(
+                f"MarginMinP: slope >= 0 and 0 < highest <= 1 are required, received slope={self.slope} and "
+                f"highest={self.highest}; choose numbers that fit."
+            )
+
+    def __call__(self, scores: Tensor, log_margin: Tensor) -> Tensor:
+        """Logits with minus infinity at what is left out, `(B, V)`."""
+        share = (self.slope * (self.pivot - log_margin)).clamp(0, self.highest)
+        least = scores.amax(-1, keepdim=True) + share.to(scores).log().unsqueeze(-1)
+        return scores.masked_fill(scores < least, -torch.inf)
+
+
+class MarginProcessor(LogitsProcessor):
+    r"""Applies a rule inside of `model.generate(logits_processor=[...])`.
+
+    Processors are handed no outputs of the model. This one reads the last forward pass through a capture of its own, so
+    that it belongs to one model, until it is removed: use it as a context. Temperature, top-k, top-p and min-p of
+    `generate` come after it.
+
+    Args:
+        model: The model that generates.
+        rule: `MarginTemperature`, `MarginMinP`, or any function of logits `(B, V)` and log margins `(B,)`.
+        layer: Index of a block.
+        view: `noise` or `block`.
+
+    Raises:
+        UnsupportedModelError: The attention of the model cannot be read exactly.
+        ArgumentError: A layer or view does not exist; while generating: texts were reordered, as beam search does.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=16, eos_token_id=None)
+        >>> model, ids = GPT2LMHeadModel(config).eval(), torch.arange(6).unsqueeze(0)
+        >>> with MarginProcessor(model, MarginTemperature(pivot=1.0)) as adapt:
+        ...     model.generate(ids, logits_processor=[adapt], do_sample=True, max_new_tokens=3).shape
+        torch.Size([1, 9])
+        >>> adapt.log_margin.shape
+        torch.Size([1])
+    """
+
+    def __init__(self, model: nn.Module, rule: Rule, *, layer: int = 0, view: str = "noise") -> None:
+        self.rule = rule
+        self._reader = MarginReader(view)
+        self._capture = AttentionCapture(model, (layer,))
+        self._ids: Tensor | None = None
+        self.log_margin: Tensor | None = None
+        """Log margins `(B,)` of the last step, in nats."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        """As `generate` calls it: tokens so far `(B, T)`, and logits `(B, V)`."""
+        states = self._capture.states()
+        (state,) = states.values()
+        before = None if state.key.shape[2] == state.length else self._ids  # a text that begins goes on from nothing
+        if before is not None and not torch.equal(input_ids[:, :-1], before):
+            raise ArgumentError(
+                "MarginProcessor must see each text go on in its own row, received texts that were reordered, as beam "
+                "search does, where a margin would be held against another beam's; sample or decode greedily."
+            )
+        self._ids = input_ids
+        (slogdet,) = self._reader(states, 1).values()
+        self.log_margin = slogdet.log_abs_det[:, 0]
+        return self.rule(scores, self.log_margin)
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        self._capture.remove()
+
+    def __enter__(self) -> "MarginProcessor":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()

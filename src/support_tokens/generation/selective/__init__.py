@@ -1,0 +1,29 @@
+"""Selective prediction: figures of uncertainty against error, and thresholds that keep a stated risk."""
+
+__all__ = [
+    "Outcome",
+    "RiskCoverage",
+    "ScoreTable",
+    "Threshold",
+    "auroc",
+    "betting_p_value",
+    "control_error_share",
+    "control_selective_risk",
+    "expected_calibration_error",
+    "measure_threshold",
+    "prediction_rejection_ratio",
+    "risk_coverage",
+    "risk_coverage_area",
+]
+
+from support_tokens.generation.selective.calibration import betting_p_value, control_error_share, control_selective_risk
+from support_tokens.generation.selective.metrics import (
+    RiskCoverage,
+    auroc,
+    expected_calibration_error,
+    prediction_rejection_ratio,
+    risk_coverage,
+    risk_coverage_area,
+)
+from support_tokens.generation.selective.outcome import Outcome, Threshold, measure_threshold
+from support_tokens.generation.selective.tables import ScoreTable

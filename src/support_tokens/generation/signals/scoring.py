@@ -1,0 +1,198 @@
+r"""Uncertainty of a given text under a model, by teacher forcing: every token, and the text as a whole."""
+
+__all__ = ["positions_of", "score_sequences", "score_tokens"]
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support_tokens.errors import ArgumentError
+from support_tokens.generation.lent import in_turn
+from support_tokens.generation.signals.observer import Observer
+from support_tokens.generation.signals.table import (
+    SEQUENCE_SIGNALS,
+    TOKEN_SIGNALS,
+    Quantities,
+    Signal,
+    chosen_signals,
+    sequence_values,
+    token_values,
+)
+from support_tokens.law import EmbeddingLaw, EmbeddingPrior
+from support_tokens.models import evaluating
+
+# Bytes of the logits of one forward pass; more sequences than fit are read by several passes.
+_LOGIT_BYTES = 256 * 2**20
+
+
+def score_tokens(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    layers: Sequence[int] = (0,),
+    view: str = "noise",
+    signals: Sequence[str] | None = None,
+    law: EmbeddingLaw | EmbeddingPrior | None = None,
+    prompt_lengths: int | Tensor = 1,
+) -> dict[str, Tensor]:
+    r"""Signals of every token of a text: entry t is the uncertainty of the prediction of token t+1 made at t.
+
+    One forward pass a sequence. Sequences are read a few at a time, so that their logits, T V numbers each, stay within
+    256 MiB; a single sequence is never cut. No result depends on the batch.
+
+    Args:
+        model: A causal language model of transformers, of a supported family; read in evaluation mode.
+        input_ids: Tokens, `(B, T)`.
+        attention_mask: 1 at real tokens, `(B, T)`, padded on either side; None: all are.
+        layers: Indices of blocks; negative ones count from the last. Each adds about one LU factorisation a token.
+        view: `noise` for the margins of $x - \mu(x)$, `block` for those of $x + \mu(x)$.
+        signals: Names of `TOKEN_SIGNALS`; None: all but `NegativeSigmaMin`, which needs the singular values of a D x D
+            matrix a token, and `NegativeLogDensity` where there is no law.
+        law: Law of the embeddings that enter block 0.
+        prompt_lengths: Real tokens of each sequence, an integer or `(B,)`, before those whose probabilities RAUQ
+            carries along; no other signal looks at it.
+
+    Returns:
+        Name to values `(B, T)`, higher where less certain; `NAME (layer=L)` for signals of a layer. NaN at padding. In
+        the last column of a sequence the next token is not known: `NegativeLogLikelihood` and `RAUQ` are NaN there, and
+        the others are not. Mind that these two look at the token that came, so that they cannot predict an error of
+        that same token.
+
+    Raises:
+        ArgumentError: Shapes do not fit, or a layer, view or signal does not exist.
+        UnsupportedModelError: The attention of the model cannot be read exactly.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8)).eval()
+        >>> found = score_tokens(model, torch.arange(6).unsqueeze(0), signals=["TokenEntropy", "NegativeLogMargin"])
+        >>> {name: tuple(value.shape) for name, value in found.items()}
+        {'TokenEntropy': (1, 6), 'NegativeLogMargin (layer=0)': (1, 6)}
+    """
+    chosen = chosen_signals(TOKEN_SIGNALS, signals, law=law is not None)
+    parts = [
+        token_values(chosen, found)
+        for found, _ in _passes(model, input_ids, attention_mask, chosen, layers, view, law, prompt_lengths)
+    ]
+    return _joined(parts)
+
+
+def score_sequences(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    layers: Sequence[int] = (0,),
+    view: str = "noise",
+    signals: Sequence[str] | None = None,
+    law: EmbeddingLaw | EmbeddingPrior | None = None,
+    prompt_lengths: int | Tensor = 1,
+) -> dict[str, Tensor]:
+    r"""Signals of every sequence as a whole, in the names and with the aggregation of lm-polygraph.
+
+    Positions from the last token of the prompt on count: those that predict a token of the answer, and, for signals
+    that are not of a prediction (margins, attention, hidden states, density), the last token of the answer too.
+
+    Args:
+        model: As in `score_tokens`.
+        input_ids: Tokens, `(B, T)`.
+        attention_mask: 1 at real tokens, `(B, T)`; None: all are.
+        layers: Indices of blocks.
+        view: `noise` or `block`.
+        law: Law of the embeddings that enter block 0.
+        signals: Names of `SEQUENCE_SIGNALS`; None: all but the dear one and those that need a law where there is none.
+        prompt_lengths: Real tokens of each sequence that are prompt, an integer or `(B,)`.
+
+    Returns:
+        Name to values `(B,)`, higher where less certain; NaN for a sequence in which no position counts.
+
+    Raises:
+        ArgumentError, UnsupportedModelError: As `score_tokens`.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8)).eval()
+        >>> sorted(score_sequences(model, torch.arange(6).unsqueeze(0), prompt_lengths=2))[:3]
+        ['AttentionScore (layer=0)', 'HiddenScore (layer=0)', 'MaximumNegativeLogMargin (layer=0)']
+    """
+    chosen = chosen_signals(SEQUENCE_SIGNALS, signals, law=law is not None)
+    parts = [
+        sequence_values(chosen, found, answer)
+        for found, answer in _passes(model, input_ids, attention_mask, chosen, layers, view, law, prompt_lengths)
+    ]
+    return _joined(parts)
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@torch.no_grad()
+def _passes(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    signals: Sequence[Signal],
+    layers: Sequence[int],
+    view: str,
+    law: EmbeddingLaw | EmbeddingPrior | None,
+    prompt_lengths: int | Tensor,
+) -> Iterator[tuple[Quantities, Tensor]]:
+    """Quantities of a few sequences after the other, each with its positions from the last of the prompt on."""
+    mask = _checked(input_ids, attention_mask)
+    size = max(1, _LOGIT_BYTES // (4 * input_ids.shape[1] * _vocabulary(model)))
+    prompts = torch.as_tensor(prompt_lengths, device=input_ids.device).expand(len(input_ids)).unsqueeze(-1)
+    if bool((prompts < 1).any()):
+        raise ArgumentError(
+            f"prompt_lengths must be at least 1, received {int(prompts.min())}; the first token follows nothing."
+        )
+    with in_turn(model), evaluating(model):
+        for begin in range(0, len(input_ids), size):
+            rows = slice(begin, begin + size)
+            ids, real, whole = input_ids[rows], mask[rows].bool(), bool(mask[rows].all())
+            answer = real & (real.cumsum(-1) >= prompts[rows])
+            following = torch.full_like(ids, -1)
+            following[:, :-1] = ids[:, 1:].masked_fill(~real[:, 1:], -1)
+            # Without padding no mask is passed: then each kernel is the one that a single text meets.
+            given = None if whole else mask[rows]
+            observer = Observer(model, signals, layers, view, law)
+            try:
+                logits = model(
+                    input_ids=ids, attention_mask=given, use_cache=False, **positions_of(model, given)
+                ).logits
+                yield observer.read(logits, following, given, answer), answer
+            finally:
+                observer.remove()
+
+
+def _checked(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
+        raise ArgumentError(
+            f"input_ids must be token ids of shape (B, T), at least one, received {tuple(input_ids.shape)} of "
+            f"{input_ids.dtype}; pass a batch of texts."
+        )
+    if attention_mask is None:
+        return torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ArgumentError(
+            f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, received "
+            f"{tuple(attention_mask.shape)}; pass 1 at real tokens and 0 at padding."
+        )
+    return attention_mask.to(input_ids)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(config, "vocab_size", 1))
+
+
+def positions_of(model: nn.Module, mask: Tensor | None) -> dict[str, Tensor]:
+    """Positions that count real tokens, as in `generate`: a text padded on the left is then read as it is without."""
+    if mask is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)}

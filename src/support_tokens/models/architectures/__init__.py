@@ -1,0 +1,80 @@
+"""Architectures as tables: where each family of models keeps projections, norms and rotations."""
+
+__all__ = ["TABLES", "Architecture", "Norm", "architecture_of", "effective_weight", "supported_families"]
+
+from torch import nn
+
+from support_tokens.errors import UnsupportedModelError
+from support_tokens.models.architectures.families import TABLES
+from support_tokens.models.architectures.table import Architecture, Norm
+from support_tokens.models.architectures.weights import effective_weight
+from support_tokens.models.hooks import decoder_blocks
+
+
+def supported_families() -> tuple[str, ...]:
+    """Names of the families whose attention is read exactly, in the order of the tables.
+
+    Example:
+        >>> supported_families()[:3]
+        ('GPT-2', 'GPT-NeoX (Pythia)', 'OPT')
+    """
+    return tuple(table.family for table in TABLES)
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """The table of the family that `model` belongs to.
+
+    Args:
+        model: A causal language model of transformers; wrappers (PEFT, DDP, `torch.compile`) are seen through.
+
+    Returns:
+        The table, checked against the modules of every block.
+
+    Raises:
+        UnsupportedModelError: No table describes the model, or the model departs from its table.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
+        >>> architecture_of(model).family
+        'GPT-2'
+    """
+    config = next((c for m in model.modules() if hasattr(c := getattr(m, "config", None), "get_text_config")), None)
+    name = type(model).__name__
+    if config is None:
+        raise UnsupportedModelError(
+            f"{name} has no configuration of transformers, which is required to know its attention; pass a causal "
+            "language model of transformers."
+        )
+    config = config.get_text_config(decoder=True)
+    table = next((t for t in TABLES if config.model_type in t.model_types), None)
+    if table is None:
+        raise UnsupportedModelError(
+            f"{name} (model_type {config.model_type!r}) is of no family whose attention is read exactly; supported are "
+            f"{', '.join(supported_families())}."
+        )
+    for attribute, value in table.required:
+        found = getattr(config, attribute, value)
+        if found != value:
+            raise UnsupportedModelError(
+                f"{name} has {attribute} = {found!r} where the formula for {table.family} requires {value!r}; "
+                "use a model without it."
+            )
+    for block in decoder_blocks(model):
+        _check_paths(name, table, block)
+    return table
+
+
+def _check_paths(name: str, table: Architecture, block: nn.Module) -> None:
+    within = [f"{table.attention}.{path}" for path in (*table.projections, table.output)]
+    within += [norm.path for norm in (table.input_norm, table.output_norm) if norm is not None and not norm.switch]
+    for norm in (table.query_norm, table.key_norm):
+        within += [f"{table.attention}.{norm.path}"] if norm is not None and not norm.switch else []
+    for path in within:
+        try:
+            block.get_submodule(path)
+        except AttributeError:
+            raise UnsupportedModelError(
+                f"{name} has no module {path!r} in {type(block).__name__} where the table of {table.family} "
+                "requires it; use the class that transformers ships for this model_type."
+            ) from None

@@ -1,0 +1,48 @@
+r"""Margins of a model's own attention on given tokens."""
+
+__all__ = ["model_margins"]
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from support_tokens.margins import Margins, state_margins
+from support_tokens.models.capture import capture_attention
+
+
+def model_margins(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    layers: Sequence[int] = (0,),
+    view: str = "noise",
+) -> dict[int, Margins]:
+    r"""Exact margins of chosen layers of `model` at every token, $J_t = I \mp \partial\mu_t/\partial x_t$, without
+    gradient.
+
+    Args:
+        model: A causal language model of transformers whose family is supported.
+        input_ids: Tokens, `(B, T)`.
+        attention_mask: 1 at real tokens, `(B, T)`; None: all are.
+        layers: Indices of blocks.
+        view: `noise` or `block`.
+
+    Returns:
+        Layer index to margins `(B, T)`.
+
+    Raises:
+        UnsupportedModelError: The attention of the model cannot be read exactly.
+        ArgumentError: A layer does not exist, or the view is unknown.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8)).eval()
+        >>> model_margins(model, torch.arange(6).unsqueeze(0))[0].log_abs_det.shape
+        torch.Size([1, 6])
+    """
+    with torch.inference_mode(), capture_attention(model, layers=layers) as captured:
+        model(input_ids=input_ids, attention_mask=attention_mask)
+        states = captured.states(attention_mask)
+        return {layer: state_margins(state, view=view) for layer, state in states.items()}

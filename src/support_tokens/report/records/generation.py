@@ -1,0 +1,86 @@
+"""What was generated, as frozen values that go to JSON and back."""
+
+__all__ = ["FINISH_REASONS", "GeneratedToken", "Generation", "GenerationRecord"]
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support_tokens.files import read_json, write_json
+from support_tokens.report.schema import decode, encode
+
+KIND, SCHEMA_VERSION = "generation", 1
+
+FINISH_REASONS = ("end", "length", "abstained", "nonfinite", "interrupted")
+"""The end token came; `max_new_tokens` were written; a signal rose above its threshold; the logits were no numbers;
+Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """One token of a generation.
+
+    Args:
+        id: In the vocabulary.
+        text: What it adds to the text; empty for special tokens, and while a character is not complete.
+        signals: Uncertainty of the prediction that it was drawn from, by name; None where it is no finite number.
+    """
+
+    id: int
+    text: str
+    signals: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt and what a model made of it.
+
+    Args:
+        prompt: As text.
+        prompt_tokens: Their number.
+        text: What was written, without special tokens.
+        tokens: Each with its signals. The token that was about to follow when a generation abstained is not among them.
+        finish_reason: One of `FINISH_REASONS`.
+        sentence: Why it ended, and how near a threshold came.
+    """
+
+    prompt: str
+    prompt_tokens: int
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+    finish_reason: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """All that one command generated.
+
+    Args:
+        model: Its name.
+        generations: One a prompt.
+        settings: Options, as text.
+        versions: Of packages.
+    """
+
+    model: str
+    generations: tuple[Generation, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes the record whole or not at all.
+
+        Raises:
+            RunFolderError: The file cannot be written.
+        """
+        write_json(path, {"kind": KIND, **encode(self)})
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "GenerationRecord":
+        """Reads a record.
+
+        Raises:
+            RunFolderError: It is of another kind or version, or corrupt.
+        """
+        return decode(cls, read_json(path), whose=f"'{path}'", kind=KIND, schema_version=SCHEMA_VERSION)

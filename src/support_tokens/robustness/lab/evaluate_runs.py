@@ -1,0 +1,192 @@
+r"""Evaluation of finished runs of SmallGPT: held-out text, frozen perturbations, margins and structure."""
+
+__all__ = ["evaluate_runs", "held_out_windows"]
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from support_tokens.errors import ArgumentError
+from support_tokens.models import build_small_gpt, encode, load_small_gpt, model_margins, unknown_rate
+from support_tokens.regularizers import arm_config
+from support_tokens.report.records import ArmMargins, RobustnessReport, StructureFigures, Trace
+from support_tokens.robustness.evaluate import ArmDetails, compare
+from support_tokens.robustness.lab.cache import measure_arms
+from support_tokens.robustness.lab.runs import LazyModels, TrainedRun, by_label, corpus_of, open_run
+from support_tokens.robustness.measure import EvaluationData, Measurement
+from support_tokens.robustness.perturbations.set import chosen_perturbations
+from support_tokens.robustness.perturbations.text import OtherText
+from support_tokens.robustness.structure import measure_structure, structure_figures
+from support_tokens.training import Windows, load_corpus, plan_from_config, read_result
+
+_MARGIN_WINDOWS = 16
+_STRUCTURE_WINDOWS = 8
+_SENTENCE = 160
+
+
+def evaluate_runs(
+    folders: Sequence[str | Path],
+    *,
+    data: str | None = None,
+    sequences: int = 64,
+    sigmas: Sequence[float] = (0.1, 0.25, 0.5, 1.0),
+    seed: int = 0,
+    families: Sequence[str] = ("noise",),
+    others: Sequence[str] = (),
+    structure: bool = True,
+    timings: bool = True,
+    split: bool = False,
+    cache: str | Path | None = None,
+    progress: bool = True,
+) -> RobustnessReport:
+    r"""Evaluates finished runs on held-out text, clean and under perturbations; runs that differ in seed only are one
+    arm.
+
+    The first folder's arm is the baseline. Noise of each sigma is added to the embeddings once as it is and once times
+    the root mean square of the model's clean embeddings.
+
+    Args:
+        folders: Run folders, trained on one corpus with one context.
+        data: Corpus whose test part is read; None: the corpus the runs were trained on.
+        sequences: Windows of the test part, spread evenly.
+        sigmas: Standard deviations of the noise.
+        seed: Seed of whatever is drawn.
+        families: Families of perturbations, of `support_tokens.robustness.perturbations.set.FAMILIES`.
+        others: Other corpora whose test part is read too.
+        structure: Measure the structure of embeddings and attention: before training, after it, and with embeddings
+            brought to the size of the baseline's.
+        timings: Keep the seconds of training; without them, equal runs have equal reports.
+        split: Also keep what choosing arms on one half of the windows and judging them on the other needs.
+        cache: Folder that keeps what was measured, for an evaluation that may be stopped.
+        progress: Draw a bar on stderr.
+
+    Raises:
+        ArgumentError: No folders, or runs that cannot be compared.
+        DataError: The corpus cannot be read or has changed since training.
+        RunFolderError: A folder holds no finished run.
+    """
+    if not folders:
+        raise ArgumentError("At least one run folder is required for an evaluation, received none; train one first.")
+    runs = [open_run(folder) for folder in folders]
+    arms = by_label(runs)
+    first = runs[0]
+    corpus = corpus_of(first, data)
+    _, tokenizer = load_small_gpt(first.folder)
+    context = int(first.config["plan"]["context"])
+    corpus.require(context)
+    windows = held_out_windows(encode(tokenizer, corpus.test), context, sequences)
+    held_out = EvaluationData(windows, characters=1)
+    texts = [
+        OtherText.of(name, held_out_windows(encode(tokenizer, load_corpus(name, context).test), context, len(windows)))
+        for name in others
+    ]
+    chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
+    models = {label: LazyModels(of_arm) for label, of_arm in arms.items()}
+    measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=progress)
+    sentence = encode(tokenizer, _sentence(corpus.test, context)).unsqueeze(0)
+    details = {
+        label: ArmDetails(
+            label=label,
+            description=of_arm[0].arm.summary,
+            seconds=sum(read_result(run.folder).seconds for run in of_arm) if timings else None,
+            margins=_margins(models[label][0], tokenizer, windows[:_MARGIN_WINDOWS], sentence),
+        )
+        for label, of_arm in arms.items()
+    }
+    config = {
+        "title": f"SmallGPT under perturbations: {corpus.name}"
+        if tuple(families) != ("noise",) or others
+        else f"SmallGPT under embedding noise: {corpus.name}",
+        "plan": {key: value for key, value in first.config["plan"].items() if key != "seed"},
+        "trained_on": first.config["corpus"],
+        "evaluated_on": corpus.identity(),
+        "unknown_characters": unknown_rate(tokenizer, windows),
+        **({"unknown_characters_elsewhere": _unknown_elsewhere(tokenizer, texts)} if texts else {}),
+        "arms": {label: arm_config(of_arm[0].arm) for label, of_arm in arms.items()},
+    }
+    figures: tuple[StructureFigures, ...] = ()
+    if structure:
+        figures = tuple(_structure(arms, measured, first.label, tokenizer, windows[:_STRUCTURE_WINDOWS]))
+    return compare(
+        measured,
+        held_out,
+        chosen,
+        seeds=[run.seed for run in arms[first.label]],
+        details=details,
+        structure=figures,
+        split=split,
+        config=config,
+    )
+
+
+def _unknown_elsewhere(tokenizer, texts: Sequence[OtherText]) -> dict[str, float]:
+    """Share of characters of the other texts that the model has never seen, by corpus."""
+    return {text.corpus: unknown_rate(tokenizer, text.input_ids) for text in texts if text.input_ids is not None}
+
+
+def held_out_windows(ids: Tensor, context: int, sequences: int) -> Tensor:
+    """Windows of a text, `(N, T)`, spread evenly over it."""
+    return torch.stack([window["input_ids"] for window in Windows(ids, context, limit=sequences)])  # type: ignore[attr-defined]
+
+
+def _structure(
+    arms: Mapping[str, Sequence[TrainedRun]],
+    measured: Mapping[str, Sequence[Measurement]],
+    baseline: str,
+    tokenizer,
+    windows: Tensor,
+) -> Iterator[StructureFigures]:
+    begun = {label: [measure_structure(_initial(run, tokenizer), windows) for run in of] for label, of in arms.items()}
+    yield from structure_figures(begun, "before training")
+    models = {label: LazyModels(of_arm) for label, of_arm in arms.items()}
+    own = {label: [measure_structure(model, windows) for model in of_arm] for label, of_arm in models.items()}
+    yield from structure_figures(own, "after training")
+    scaled = {
+        label: [
+            measure_structure(of_arm[i], windows, scaled_by=there.embedding_rms / here.embedding_rms)
+            for i, (here, there) in enumerate(zip(measured[label], measured[baseline], strict=True))
+        ]
+        for label, of_arm in models.items()
+        if label != baseline
+    }
+    yield from structure_figures(scaled, "after training, embeddings of the baseline's size")
+
+
+def _initial(run: TrainedRun, tokenizer) -> nn.Module:
+    """The model that the run began with."""
+    plan = plan_from_config(run.config["plan"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        model = build_small_gpt(
+            tokenizer, layers=plan.layers, heads=plan.heads, width=plan.width, context=plan.context, dropout=0.0
+        )
+    attachment = run.arm.attach(model, seed=plan.seed)
+    attachment.remove()
+    return model.eval()
+
+
+def _sentence(text: str, context: int) -> str:
+    """A stretch of the text that begins at a sentence and is no longer than the context or a line or two of print."""
+    begin = re.search(r"[.!?]\s+(?=[A-Z])", text)
+    start = begin.end() if begin else 0
+    return text[start : start + min(context, _SENTENCE)]
+
+
+def _margins(model: nn.Module, tokenizer, windows: Tensor, sentence: Tensor) -> ArmMargins:
+    on_text = model_margins(model, windows)[0]
+    on_sentence = model_margins(model, sentence)[0]
+    rankable = on_text.rankable
+    trace = Trace(
+        tokens=[tokenizer.decode([token]) for token in sentence[0].tolist()],
+        log_abs_det=on_sentence.log_abs_det[0].tolist(),
+        sign=[int(s) for s in on_sentence.sign[0].tolist()],
+        valid=on_sentence.rankable[0].tolist(),
+    )
+    return ArmMargins(
+        log_abs_det=on_text.log_abs_det[rankable].tolist(),
+        sign=[int(s) for s in on_text.sign[rankable].tolist()],
+        trace=trace,
+    )

@@ -1,0 +1,41 @@
+"""Seeded, frozen perturbations under which models are compared: every arm meets exactly the same ones.
+
+A perturbation is a frozen value with a `record()` of plain JSON and one method, `applied(model, rms)`: a context in
+which the model is perturbed, that gives a function from the batch of the data to the batch which the model is to read.
+Embeddings are perturbed by a hook, texts by the returned batch, weights by the context itself. Whatever is drawn
+depends on the seed and on the place of a sequence in the data, never on arm or batch.
+"""
+
+__all__ = [
+    "FAMILIES",
+    "Batch",
+    "Clean",
+    "EmbeddingNoise",
+    "OtherText",
+    "Perturbation",
+    "PerturbationSet",
+    "Read",
+    "Spelling",
+    "TokenDrop",
+    "Typos",
+    "WeightRounding",
+    "WorstCaseNoise",
+    "chosen_perturbations",
+    "misspell",
+    "round_channels",
+    "standard_noise",
+    "standard_perturbations",
+    "token_nats",
+]
+
+from support_tokens.robustness.perturbations.adversarial import WorstCaseNoise
+from support_tokens.robustness.perturbations.base import Batch, Clean, Perturbation, Read, Spelling, token_nats
+from support_tokens.robustness.perturbations.embeddings import EmbeddingNoise, TokenDrop, standard_noise
+from support_tokens.robustness.perturbations.set import (
+    FAMILIES,
+    PerturbationSet,
+    chosen_perturbations,
+    standard_perturbations,
+)
+from support_tokens.robustness.perturbations.text import OtherText, Typos, misspell
+from support_tokens.robustness.perturbations.weights import WeightRounding, round_channels

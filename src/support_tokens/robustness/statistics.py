@@ -1,0 +1,183 @@
+r"""The figures of a robustness report, each a function of the weights of the sequences, so that all are paired."""
+
+__all__ = ["Figures", "OfArm"]
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from support_tokens.errors import ArgumentError
+from support_tokens.report.records import Area, Difference, Estimate, Result
+from support_tokens.robustness.bootstrap import Bootstrap, Statistic
+from support_tokens.robustness.measure import EvaluationData, Measurement
+from support_tokens.robustness.perturbations.set import PerturbationSet
+
+OfArm = Callable[[str], Statistic]
+"""A figure of an arm by its name: weights of the sequences `(..., N)` to values by seed `(..., S)`."""
+
+
+class Figures:
+    """Statistics of what was measured, and their estimates.
+
+    Args:
+        measured: What `measure` gave, by arm, one a seed.
+        data: What was measured on.
+        perturbations: What was measured under, clean first.
+        bootstrap: How intervals are made.
+        n_seeds: Seeds of each arm.
+
+    Raises:
+        ArgumentError: Models were not scored on the same.
+    """
+
+    def __init__(
+        self,
+        measured: Mapping[str, Sequence[Measurement]],
+        data: EvaluationData,
+        perturbations: PerturbationSet,
+        bootstrap: Bootstrap,
+        n_seeds: int,
+    ) -> None:
+        self._bootstrap, self._n_seeds, self._sequences = bootstrap, n_seeds, data.sequences
+        self._nats: dict[tuple[str, str], NDArray[np.float64]] = {}
+        self._gaps: dict[tuple[str, str], NDArray[np.float64]] = {}
+        self._units: dict[str, NDArray[np.float64]] = {}
+        self._tokens: dict[str, NDArray[np.float64]] = {}
+        for p in perturbations.items:
+            # What is scored follows from data and perturbation, never from the arm, so that it is one for all.
+            counts = [m for of_arm in measured.values() for m in of_arm]
+            self._units[p.name] = _shared(counts, "units", p.name, data.units)
+            self._tokens[p.name] = _shared(counts, "tokens", p.name, data.predicted)
+            for arm, of_arm in measured.items():
+                self._nats[arm, p.name] = np.stack([m.nats[p.name] for m in of_arm])
+                if all(p.name in m.gaps for m in of_arm):
+                    self._gaps[arm, p.name] = np.stack([m.gaps[p.name] for m in of_arm])
+        self._clean = perturbations.items[0].name
+        self._curves = {p.family: [(0.0, self._clean)] for p in perturbations.items[1:]}
+        for p in perturbations.items[1:]:
+            self._curves[p.family].append((p.strength, p.name))
+
+    def bits(self, perturbation: str) -> OfArm:
+        """Nats / ln 2 / scored units, `(..., N)` weights to `(..., S)`."""
+        units = self._units[perturbation]
+
+        def of_arm(arm: str) -> Statistic:
+            nats = self._nats[arm, perturbation]
+            return lambda weights: weights @ nats.T / (math.log(2) * weights @ units)[..., None]
+
+        return of_arm
+
+    def calibration(self, perturbation: str) -> OfArm | None:
+        """Expected calibration error, `(..., N)` weights to `(..., S)`; None where some arm was not calibrated."""
+        if any((arm, perturbation) not in self._gaps for arm, name in self._nats if name == perturbation):
+            return None
+        tokens = self._tokens[perturbation]
+
+        def of_arm(arm: str) -> Statistic:
+            gaps = self._gaps[arm, perturbation]
+            flat = gaps.transpose(1, 0, 2).reshape(gaps.shape[1], -1)  # (N, S bins)
+
+            def error(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+                sums = (weights @ flat).reshape(*weights.shape[:-1], gaps.shape[0], gaps.shape[2])
+                return np.abs(sums).sum(-1) / (weights @ tokens)[..., None]
+
+            return error
+
+        return of_arm
+
+    def degradation(self, perturbation: str) -> OfArm:
+        """Bits under the perturbation over clean bits."""
+
+        def of_arm(arm: str) -> Statistic:
+            perturbed, clean = self.bits(perturbation)(arm), self.bits(self._clean)(arm)
+            return lambda weights: perturbed(weights) / clean(weights)
+
+        return of_arm
+
+    def mean_height(self, family: str, what: str) -> OfArm:
+        """Trapezoidal area under the curve of a family, from clean at strength 0, over its width."""
+        points = sorted(self._curves[family])
+        strengths = np.array([strength for strength, _ in points])
+        of_point = self.bits if what == "bits" else self.degradation
+
+        def of_arm(arm: str) -> Statistic:
+            curve = [of_point(name)(arm) for _, name in points]
+
+            def height(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+                heights = np.stack([statistic(weights) for statistic in curve], axis=-1)
+                return np.trapezoid(heights, strengths, axis=-1) / strengths[-1]
+
+            return height
+
+        return of_arm
+
+    def estimate(self, statistic: Statistic) -> Estimate:
+        """A statistic with its interval."""
+        return self._bootstrap.interval(statistic, seeds=self._n_seeds, sequences=self._sequences)
+
+    def result(self, arm: str, perturbation: str) -> Result:
+        """What an arm comes to under a perturbation."""
+        bits, ratio = self.bits(perturbation)(arm), self.degradation(perturbation)(arm)
+        error = self.calibration(perturbation)
+        every = np.ones(self._sequences)
+        return Result(
+            arm,
+            perturbation,
+            self.estimate(bits),
+            self.estimate(ratio),
+            tuple(bits(every).tolist()),
+            tuple(ratio(every).tolist()),
+            self._sequences,
+            int(self._tokens[perturbation].sum()),
+            None if error is None else self.estimate(error(arm)),
+            () if error is None else tuple(error(arm)(every).tolist()),
+        )
+
+    def area(self, arm: str, family: str) -> Area:
+        """Mean heights of an arm's curves of a family."""
+        bits, ratio = self.mean_height(family, "bits")(arm), self.mean_height(family, "ratio")(arm)
+        return Area(arm, family, max(self._curves[family])[0], self.estimate(bits), self.estimate(ratio))
+
+    @property
+    def families(self) -> list[str]:
+        """Families of the perturbations, in order, without the clean one."""
+        return [family for family in self._curves if family != "clean"]
+
+    def heights(self, arm: str) -> dict[str, float]:
+        """Mean bits over seeds, clean and over the curve of each family."""
+        curves = {family: self.mean_height(family, "bits") for family in self.families}
+        every = np.ones(self._sequences)
+        return {
+            of: float(bits(arm)(every).mean()) for of, bits in {self._clean: self.bits(self._clean), **curves}.items()
+        }
+
+    def area_difference(self, arm: str, against: str, family: str) -> Difference:
+        """Mean heights of an arm's curves minus another's, paired."""
+        return self.difference(
+            arm, against, family, self.mean_height(family, "bits"), self.mean_height(family, "ratio")
+        )
+
+    def difference(
+        self, arm: str, against: str, of: str, bits: OfArm, ratio: OfArm, error: OfArm | None = None
+    ) -> Difference:
+        """Figures of an arm minus another's, paired."""
+        paired = [None if figure is None else self._paired(figure, arm, against) for figure in (bits, ratio, error)]
+        return Difference(arm, against, of, *paired)  # type: ignore[arg-type]
+
+    def _paired(self, figure: OfArm, arm: str, against: str) -> Estimate:
+        one, other = figure(arm), figure(against)
+        return self.estimate(lambda weights: one(weights) - other(weights))
+
+
+def _shared(measured: Sequence[Measurement], what: str, perturbation: str, clean: Tensor) -> NDArray[np.float64]:
+    """What all models were scored on under a perturbation, `(N,)`; that of the clean data where none says."""
+    found = [held[perturbation] for m in measured if perturbation in (held := getattr(m, what))]
+    if any(not np.array_equal(found[0], other) for other in found[1:]):
+        raise ArgumentError(
+            f"All models must be scored on the same {what} under '{perturbation}', but are not; measure them on one "
+            "data set with one set of perturbations."
+        )
+    return found[0] if found else clean.numpy().astype(np.float64)

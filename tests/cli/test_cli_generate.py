@@ -1,0 +1,103 @@
+"""`support-tokens generate` as its user meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import failed, run
+
+from support_tokens.models import build_small_gpt, character_tokenizer
+from support_tokens.report.records import GenerationRecord
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "model"
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer("abcdefgh [/]\x1b\n")
+    build_small_gpt(tokenizer, layers=2, heads=2, width=8, context=32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder.parent
+
+
+def test_text_is_streamed_and_its_signals_are_written(monkeypatch, capsys, tmp_path, model) -> None:
+    out = tmp_path / "deep" / "g.json"
+    words = ("--max-new-tokens", 6, "--layers", "0,1", "--stop-above", "TokenEntropy=99", "--json", out)
+    code = run(monkeypatch, "generate", "--model", model, "--prompt", "a [b]", "--prompt", "[/red] c", *words)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    record = GenerationRecord.from_json(out)
+    assert (record.model, record.settings["layers"]) == (str(model), "0,1")
+    for made in record.generations:
+        assert len(made.tokens) == 6
+        assert made.prompt + made.text.replace("\x1b", "␛") in captured.out
+        assert "The model names no end token" in made.sentence
+        assert "TokenEntropy never rose above 99" in captured.out
+        assert "NegativeLogMargin (layer=1)" in made.tokens[0].signals
+    assert json.loads(out.read_text())["kind"] == "generation"
+    assert "\x1b" not in captured.out  # neither what the model writes nor a colour where there is none
+
+
+def test_draws_are_those_of_their_seed(monkeypatch, tmp_path, model) -> None:
+    texts = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        words = ("--sample", "--adapt", "temperature:pivot=1,slope=0.5", "--top-p", 0.9, "--seed", seed)
+        assert run(
+            monkeypatch, "generate", "--model", model, "--prompt", "ab", "--max-new-tokens", 12, *words,
+            "--json", tmp_path / name,
+        ) == 0  # fmt: skip
+        texts.append(GenerationRecord.from_json(tmp_path / name).generations[0].text)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_prompt_comes_from_a_file_and_a_text_may_abstain(monkeypatch, capsys, tmp_path, model) -> None:
+    (tmp_path / "p.txt").write_text("abc", encoding="utf-8")
+    words = ("--max-new-tokens", 4, "--stop-above", "TokenEntropy=0", "--json", tmp_path / "g.json")
+    assert run(monkeypatch, "generate", "--model", model, "--prompt-file", tmp_path / "p.txt", *words) == 0
+    (made,) = GenerationRecord.from_json(tmp_path / "g.json").generations
+    assert (made.finish_reason, made.text, made.prompt) == ("abstained", "", "abc")
+    assert "abstained before token 1: TokenEntropy was" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_interrupt_keeps_what_was_written(monkeypatch, capsys, tmp_path, model) -> None:
+    from support_tokens.cli import generate
+
+    def interrupted(self, row, token) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate._Shown, "token", interrupted)
+    words = ("--prompt", "a", "--prompt", "b", "--max-new-tokens", 4, "--json", tmp_path / "g.json")
+    assert run(monkeypatch, "generate", "--model", model, *words) == 130
+    (made,) = GenerationRecord.from_json(tmp_path / "g.json").generations
+    assert (made.finish_reason, len(made.tokens)) == ("interrupted", 1)
+    assert "interrupted; what was written is kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ((), "one of --prompt and --prompt-file is required, received none"),
+        (("--prompt", "a", "--prompt-file", "b"), "received both"),
+        (("--prompt", ""), "prompt 0 is empty"),
+        (("--prompt", "a", "--prompt", "a" * 30), "prompt 1 has 30 tokens"),
+        (("--prompt", "a", "--temperature", 2), "--temperature changes what is drawn"),
+        (("--prompt", "a", "--sample", "--adapt", "heat"), "--adapt must be temperature or min-p"),
+        (("--prompt", "a", "--sample", "--adapt", "min-p:slope"), "--adapt must be temperature or min-p"),
+        (("--prompt", "a", "--sample", "--adapt", "min-p:slope=-1"), "slope >= 0"),
+        (("--prompt", "a", "--stop-above", "TokenEntropy"), "--stop-above must be SIGNAL=VALUE"),
+        (("--prompt", "a", "--stop-above", "Entropy=1"), "signals may name"),
+        (("--prompt", "a", "--layers", "5"), "layers must be"),
+        (("--prompt", "a", "--stop-above", "TokenEntropy=1", "--stop-above", "TokenEntropy=2"), "name a signal once"),
+        (("--prompt", "a", "--signals", ""), "--signals must name one signal or more"),
+        (("--prompt", "a", "--signals", "Entropy"), "signals may name"),
+        (("--prompt", "a", "--color", "Margin"), "--color must be one of the signals, TokenEntropy"),
+        (("--prompt", "a", "--signals", "TokenEntropy", "--color", "NegativeLogMargin"), "add it to them"),
+        (("--prompt", "a", "--json", "."), "--json must be a file to write"),
+        (("--prompt", "\udcff"), "half of a character"),
+        (("--prompt-file", "none-such.txt"), "there is no file"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(monkeypatch, capsys, model, words, match) -> None:
+    code = run(monkeypatch, "generate", "--model", model, "--max-new-tokens", 8, *words)
+    failed(code, capsys.readouterr(), match)

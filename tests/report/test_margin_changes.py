@@ -1,0 +1,82 @@
+"""What changed between two records: alignment, differences, and who became or ceased to be a support token."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support_tokens.errors import ArgumentError, RunFolderError
+from support_tokens.report.records import (
+    AnalyzedText,
+    LayerMargins,
+    MarginRecord,
+    TokenMargin,
+    changes_from_json,
+    changes_to_json,
+    compare_records,
+)
+
+
+def record(text: str, margins=None, model="m", layer=0, **options) -> MarginRecord:
+    margins = margins if margins is not None else [float(ord(letter)) for letter in text]
+    tokens = tuple(
+        TokenMargin(i, ord(letter), letter, 1 if margin >= 0 else -1, margin, sigma_min=abs(margin))
+        for i, (letter, margin) in enumerate(zip(text, margins, strict=True))
+    )
+    return MarginRecord(
+        model, (LayerMargins(layer, "noise", tokens),), (AnalyzedText(text, text, len(text)),), **options
+    )
+
+
+def kinds(before: str, after: str) -> list[tuple[str, str | None, str | None]]:
+    (entry,) = compare_records(record(before), record(after)).layers
+    return [(c.kind, c.before and c.before.token, c.after and c.after.token) for c in entry.tokens]
+
+
+def test_same_text_of_two_checkpoints() -> None:
+    changes = compare_records(record("abc", [-1.0, 2.0, 3.0], "old"), record("abc", [1.0, 2.0, -3.5], "new"), k=1)
+    assert (changes.before, changes.after, changes.k) == ("old", "new", 1)
+    (entry,) = changes.layers
+    assert [c.difference for c in entry.tokens] == [2.0, 0.0, -6.5]
+    assert [c.sigma_min_difference for c in entry.tokens] == [0.0, 0.0, 0.5]
+    assert [c.flipped for c in entry.tokens] == [True, False, True]
+    assert [c.after.token for c in entry.became] == ["c"]
+    assert [c.before.token for c in entry.ceased] == ["a"]
+
+
+def test_corrupted_texts_are_aligned() -> None:
+    assert kinds("abcd", "abXd") == [("same", "a", "a"), ("same", "b", "b"), ("replaced", "c", "X"), ("same", "d", "d")]
+    assert kinds("abd", "abcd")[2:] == [("inserted", None, "c"), ("same", "d", "d")]
+    assert kinds("abcd", "abd")[2:] == [("deleted", "c", None), ("same", "d", "d")]
+    assert kinds("ac", "aXYc")[1:3] == [("inserted", None, "X"), ("inserted", None, "Y")]
+    names = compare_records(record("ab"), record("ac"))
+    assert (names.before, names.after) == ("ab", "ac")
+
+
+@given(st.text("abc", min_size=1, max_size=30), st.text("abc", min_size=1, max_size=30))
+def test_every_token_of_both_is_there_once_in_order(before, after) -> None:
+    (entry,) = compare_records(record(before), record(after), k=3).layers
+    assert "".join(c.before.token for c in entry.tokens if c.before) == before
+    assert "".join(c.after.token for c in entry.tokens if c.after) == after
+    for change in entry.tokens:
+        assert (change.difference is None) == (change.before is None or change.after is None)
+    assert len([c for c in entry.tokens if c.rank_after]) == min(3, len(after))
+    assert len(entry.became) - len(entry.ceased) == min(3, len(after)) - min(3, len(before))
+
+
+def test_records_that_share_nothing_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"one has layer 0 \(noise\) and the other layer 3 \(noise\)"):
+        compare_records(record("a"), record("a", layer=3))
+
+
+def test_what_may_account_for_a_difference_is_said() -> None:
+    changes = compare_records(record("a", window=8), record("a", window=9))
+    assert changes.notes == ("The records differ in window (8 and 9), which may account for part of a difference.",)
+
+
+def test_changes_come_back_from_json() -> None:
+    changes = compare_records(record("abc"), record("axbc"))
+    assert changes_from_json(changes_to_json(changes)) == changes
+    with pytest.raises(RunFolderError, match="kind 'margin_changes' is required"):
+        changes_from_json({"schema_version": 1, "kind": "token_margins"})
+    with pytest.raises(RunFolderError, match="an object of changes is required"):
+        changes_from_json([])

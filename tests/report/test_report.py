@@ -1,0 +1,365 @@
+"""Reports: a verdict that follows from the figures, and pages that stay whole whatever names they are given."""
+
+import dataclasses
+import html.parser
+import io
+import json
+import re
+import sys
+import warnings
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from support_tokens.errors import RunFolderError
+from support_tokens.report import format as words
+from support_tokens.report import visible
+from support_tokens.report.records import ArmMargins, Estimate, RobustnessReport, Trace
+from support_tokens.report.robustness import (
+    degradation_png,
+    headline,
+    leaders,
+    print_report,
+    render_html,
+    render_text,
+    seed_caveat,
+    sentence_view,
+    under_noise,
+    verdict,
+)
+from support_tokens.robustness import ArmDetails, Bootstrap, EvaluationData, Measurement, compare
+from support_tokens.robustness.perturbations import PerturbationSet, standard_perturbations
+
+ABSOLUTE, MATCHED = "embedding_noise/absolute", "embedding_noise/matched"
+HOSTILE = "<script>alert('x')</script>\"&$\\frac{$ \u202eשלום\n[bold]\x1b[31m_"
+
+
+def synthetic(
+    *,
+    seeds: int = 1,
+    labels: dict[str, str] | None = None,
+    tokens: list[str] | None = None,
+    characters: int | None = 1,
+    perturbations: PerturbationSet | None = None,
+    spread: float = 0.01,
+    **arms: tuple[float, float, float, float],
+) -> RobustnessReport:
+    """A report on arms given as (clean bits, slope under absolute noise, slope under matched noise, RMS)."""
+    rng = np.random.default_rng(0)
+    chosen = perturbations or standard_perturbations()
+    data = EvaluationData(torch.zeros(16, 9, dtype=torch.long), characters=characters)
+    hard, measured, details = np.linspace(-0.2, 0.2, 16), {}, {}
+    for arm, (clean, absolute, matched, rms) in arms.items():
+        slopes = {"clean": 0.0, ABSOLUTE: absolute, MATCHED: matched}
+        measured[arm] = [
+            Measurement(
+                {
+                    p.name: 8 * np.log(2) * (clean + hard + slopes[p.family] * p.strength + rng.normal(0, spread, 16))
+                    for p in chosen.items
+                },
+                rms,
+            )
+            for _ in range(seeds)
+        ]
+        margins = rng.normal(0, 1, size=200)
+        text = tokens or list("a text")
+        along = rng.normal(0, 1, size=len(text))
+        trace = Trace(text, along.tolist(), np.sign(along).astype(int).tolist(), [t > 0 for t in range(len(text))])
+        details[arm] = ArmDetails(
+            label=(labels or {}).get(arm, arm.upper()),
+            description=(labels or {}).get(arm, ""),
+            seconds=12.0,
+            margins=ArmMargins(margins.tolist(), np.sign(margins).astype(int).tolist(), trace=trace),
+        )
+    config = {"corpus": {"name": (labels or {}).get("ce", "kjv")}, "sigmas": [0.1, 0.5], "runs": [{"steps": 3}]}
+    return compare(measured, data, chosen, details=details, bootstrap=Bootstrap(resamples=300), config=config)
+
+
+CE = (2.0, 2.0, 2.0, 1.0)
+
+
+def finding(report: RobustnessReport, topic: str, arm: str = "other"):
+    return next(f for f in verdict(report).findings if (f.topic, f.arm) == (topic, arm))
+
+
+@pytest.mark.parametrize(
+    ("clean", "tone", "says"),
+    [
+        (2.05, "worse", "clean BPC is higher than the baseline's"),
+        (1.95, "better", "clean BPC is lower than the baseline's"),
+        (2.0, "open", "no clear difference in clean BPC"),
+    ],
+)
+def test_clean_cost_follows_from_the_paired_difference(clean, tone, says):
+    found = finding(synthetic(ce=CE, other=(clean, 2.0, 2.0, 1.0)), "Clean cost")
+    assert found.tone == tone and says in found.text
+    assert re.match(r"[+−]?\d\.\d\s%; difference [+−]?\d\.\d{3}, 95\s% interval", found.figures)
+
+
+@pytest.mark.parametrize("family", [ABSOLUTE, MATCHED])
+@pytest.mark.parametrize(
+    ("slope", "clean", "tone", "says"),
+    [
+        (1.0, 2.0, "better", "degrades less than the baseline under"),
+        (3.0, 2.0, "worse", "degrades more than the baseline under"),
+        (2.0, 2.0, "open", "no clear difference in degradation under"),
+        # A ratio that falls only because the clean figure is worse is no gain, and the verdict says so.
+        (2.0, 2.5, "open", "has a lower ratio than the baseline under"),
+    ],
+)
+def test_degradation_follows_from_the_paired_area(family, slope, clean, tone, says):
+    slopes = (slope, 2.0) if family == ABSOLUTE else (2.0, slope)
+    if clean != 2.0:
+        slopes = (2.0, 2.0)
+    found = under_noise(synthetic(ce=CE, other=(clean, *slopes, 1.0)), "other", family)
+    assert found.tone == tone and says in found.text
+    assert ("absolute noise" if family == ABSOLUTE else "scale-matched noise") in found.text
+    assert ("its BPC there is higher than the baseline's: the ratio alone is no gain" in found.text) == (clean != 2.0)
+
+
+@pytest.mark.parametrize(
+    ("arm", "tone", "says"),
+    [
+        ((2.0, 1.0, 2.0, 3.0), "open", "its gain under absolute noise may be one of scale, not of robustness"),
+        ((2.0, 1.0, 3.0, 3.0), "open", "its gain under absolute noise may be one of scale, not of robustness"),
+        ((2.0, 1.0, 1.0, 3.0), "note", "gains under scale-matched noise too"),
+        ((2.0, 2.0, 2.0, 3.0), "note", "embeddings grew."),
+        ((2.0, 2.0, 2.0, 1.05), "note", "embeddings keep their size"),
+        ((2.0, 2.0, 2.0, 0.5), "note", "embeddings shrank"),
+    ],
+)
+def test_growth_of_embeddings_is_told_from_robustness(arm, tone, says):
+    found = finding(synthetic(ce=CE, other=arm), "Size of the embeddings")
+    assert found.tone == tone and says in found.text
+
+
+def test_growth_without_scale_matched_noise_stays_open():
+    absolute = PerturbationSet(tuple(p for p in standard_perturbations().items if p.family != MATCHED))
+    found = finding(synthetic(perturbations=absolute, ce=CE, other=(2.0, 1.0, 0.0, 3.0)), "Size of the embeddings")
+    assert found.tone == "open" and "scale-matched noise was not tried" in found.text
+
+
+@pytest.mark.parametrize(
+    ("seeds", "front", "caveat"),
+    [
+        (
+            1,
+            "One seed: no claim. On these 16 sequences, OTHER degrades least",
+            "intervals cover the choice of sequences only",
+        ),
+        (3, "Tentative, 3 seeds: OTHER degrades least", "3 seeds: tentative"),
+        (5, "OTHER degrades least", "5 seeds. The intervals cover sequences and seeds."),
+    ],
+)
+def test_seeds_set_what_may_be_claimed(seeds, front, caveat):
+    report = synthetic(seeds=seeds, ce=CE, other=(2.0, 1.0, 1.0, 1.0))
+    assert headline(report).startswith(front) and caveat in seed_caveat(report)
+
+
+def test_headline_names_leaders_and_ties():
+    report = synthetic(ce=CE, a=(2.0, 1.0, 2.0, 1.0), b=(2.0, 1.5, 1.0, 1.0))
+    assert "A degrades least under absolute noise; B degrades least under scale-matched noise" in headline(report)
+    tied = synthetic(ce=CE, a=(2.0, 1.0, 1.0, 1.0), b=(2.0, 1.0, 1.0, 1.0))
+    assert set(leaders(tied, ABSOLUTE)) == {"a", "b"}
+    assert "no arm is clearly ahead under absolute noise" in headline(tied) and "CE" not in headline(tied)
+    assert "degrades least" not in headline(tied)
+    assert "CE degrades least under absolute noise" in headline(synthetic(ce=CE, a=(2.0, 3.0, 3.0, 1.0)))
+    assert headline(synthetic(ce=CE)) == "One arm: nothing is compared."
+
+
+def test_differences_too_small_to_matter_are_not_named():
+    report = synthetic(spread=1e-5, ce=CE, other=(2.001, 1.996, 1.996, 1.0))
+    assert report.difference("other", "clean").bits.excludes(0)
+    assert all(d.degradation.excludes(0) for d in report.area_differences)
+    assert {f.tone for f in verdict(report).findings} <= {"open", "note"}
+    assert "no arm is clearly ahead" in headline(report)
+
+
+def test_headline_tells_the_cost_of_the_leader():
+    assert "Clean BPC: +5.0\u00a0% for A." in headline(synthetic(spread=0.001, ce=CE, a=(2.1, 1.0, 1.0, 1.0)))
+
+
+def test_no_interval_no_claim():
+    report = synthetic(ce=CE, other=(2.5, 1.0, 1.0, 3.0))
+    bare = {
+        field: tuple(
+            dataclasses.replace(d, bits=Estimate(d.bits.value), degradation=Estimate(d.degradation.value))
+            for d in getattr(report, field)
+        )
+        for field in ("differences", "area_differences")
+    }
+    blind = dataclasses.replace(report, **bare)
+    assert {f.tone for f in verdict(blind).findings} <= {"open", "note"}
+    assert "no arm is clearly ahead" in headline(blind) and "no interval" in finding(blind, "Clean cost").figures
+
+
+def test_bits_per_token_are_called_so():
+    report = synthetic(characters=None, ce=CE, other=(2.5, 2.0, 2.0, 1.0))
+    assert "bits per token" in finding(report, "Clean cost").text
+    assert "BPC" not in render_html(report)
+
+
+@pytest.fixture(scope="module")
+def hostile() -> RobustnessReport:
+    tokens = [HOSTILE, "\n", "", " ", "<b>", "\u2028", "\ud800", "&amp;", "a"]
+    labels = {"ce": HOSTILE, "a": "_under $x$", "b": "שלום"}
+    return synthetic(labels=labels, tokens=tokens, ce=CE, a=(2.1, 1.0, 2.0, 2.0), b=(2.0, 2.0, 1.0, 1.0))
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects elements, attributes, ids and text, and holds that elements are closed in order."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_page_is_one_file_without_script_or_network(hostile):
+    page = render_html(hostile)
+    page.encode("utf-8")
+    reader = Reader(page)
+    names = {tag for tag, _ in reader.tags}
+    assert not names & {"script", "link", "iframe", "img", "object", "embed", "form", "base"}
+    policy = next(a["content"] for t, a in reader.tags if t == "meta" and a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'")
+    for _, attributes in reader.tags:
+        assert not any(name.startswith("on") for name in attributes)
+        for name, value in attributes.items():
+            if name in ("href", "src", "xlink:href"):
+                assert value.startswith("#")
+    assert not re.search(r"@import|url\((?!#)", page)
+    assert set(re.findall(r"https?://[\w./]+", page)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_ids_are_unique_and_references_lead_to_them(hostile):
+    page = render_html(hostile)
+    reader = Reader(page)
+    ids = [a["id"] for _, a in reader.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    wanted = re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page)
+    wanted += [
+        (i, "") for _, a in reader.tags for k in ("aria-labelledby", "aria-describedby") for i in a.get(k, "").split()
+    ]
+    assert {one or other for one, other in wanted} <= set(ids)
+
+
+def test_names_and_tokens_are_text(hostile):
+    page = render_html(hostile)
+    shown = "".join(Reader(page).text)
+    assert visible(HOSTILE) in shown and "<script>alert('x')</script>" in shown
+    assert "<script" not in page and "<b><bdi>" in page
+    assert not re.search("[\u202a-\u202e\u2066-\u2069\u2028\x1b\ud800-\udfff]", page)
+    assert "↵" in shown and "∅" in shown and "[U+D800]" in shown and "&amp;amp;" in page
+
+
+def test_page_holds_its_parts_in_order(hostile):
+    reader = Reader(render_html(hostile))
+    text = "".join(reader.text)
+    heads = ["Verdict", "Figures", "Degradation", "Log margins", "Along a held-out text", "How this was made"]
+    places = [re.search(rf"\n{head}\n", text).start() for head in heads]
+    assert places == sorted(places)
+    assert sum(tag == "svg" and a.get("class") == "plot" for tag, a in reader.tags) == 2 + 3 + 1
+    assert all(a.get("aria-label") for tag, a in reader.tags if tag == "svg" and a.get("role") == "img")
+    assert all("scope" in a for tag, a in reader.tags if tag == "th")
+    assert "corpus.name" in text and "runs[0].steps" in text and hostile.perturbation_checksum in text
+    for result in hostile.results:
+        assert f"{result.bits.value:.3f}" in text
+
+
+def test_page_is_made_of_the_json_alone_and_always_the_same(hostile):
+    record = json.loads(json.dumps(hostile.record()))
+    assert render_html(record) == render_html(hostile)
+    assert render_text(record) == render_text(hostile)
+    with pytest.raises(RunFolderError, match="of kind 'support-tokens/robustness' is required"):
+        render_html({"schema_version": 1})
+
+
+def test_page_without_margins_or_noise_or_rivals():
+    clean = PerturbationSet(standard_perturbations().items[:1])
+    report = dataclasses.replace(synthetic(perturbations=clean, ce=CE), margins=(), sentence=None, config={})
+    text = "".join(Reader(render_html(report)).text)
+    assert "One arm: nothing is compared." in text and "Along a held-out text" not in text and "Degradation" not in text
+    assert "clean" in render_text(report)
+
+
+def test_support_tokens_are_framed_and_listed_smallest_first(hostile):
+    view = sentence_view(hostile)
+    page = render_html(hostile)
+    assert page.count('class="t m') + page.count('class="t"') + page.count('class="t negative"') >= 3 * 9
+    for text, trace in zip(view.texts, hostile.sentence.arms, strict=True):
+        assert [s.position for s in text.support] == list(trace.support)
+        margins = [trace.log_abs_det[s.position] for s in text.support]
+        assert margins == sorted(margins)
+        assert [t.support for t in text.tokens].count(True) == len(trace.support) == 5
+        assert text.tokens[0].band is None  # not ranked
+        deepest = max(range(1, 9), key=lambda t, text=text: text.tokens[t].band)
+        assert text.tokens[trace.support[0]].band == text.tokens[deepest].band
+
+
+def test_many_arms_fit():
+    report = synthetic(ce=CE, **{f"a{i}": (2.0, 1.0 + 0.1 * i, 1.0, 1.0) for i in range(10)})
+    Reader(render_html(report))
+    assert degradation_png(report).startswith(b"\x89PNG")
+
+
+def test_terminal_shows_names_as_text(hostile):
+    text = render_text(hostile, width=200)
+    assert "[bold]" in text and "\x1b" not in text and "\u202e" not in text
+    coloured = Console(width=200, record=True, file=io.StringIO())
+    print_report(hostile, coloured)
+    shown = coloured.export_text()
+    assert "no claim" in shown and "σ = 0.5 × RMS" in shown and "▼" in shown
+    for result in hostile.results:
+        assert f"{result.bits.value:.3f}" in shown
+
+
+def test_png_draws_any_name(hostile):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        image = degradation_png(hostile)
+    assert image.startswith(b"\x89PNG") and image == degradation_png(hostile)
+
+
+def test_a_legend_of_long_names_stays_inside_of_the_figure():
+    names = [f"arm{place}" for place in range(6)]
+    labels = {name: f"scale, factor 10 + noise, scale 0.1 + condition, weight {name}" for name in names}
+    report = synthetic(seeds=1, labels=labels, ce=CE, **dict.fromkeys(names, CE))
+    pixels = matplotlib.image.imread(io.BytesIO(degradation_png(report)), format="png")
+    for edge in (pixels[:, :2], pixels[:, -2:], pixels[:2], pixels[-2:]):
+        assert (edge == 1.0).all()
+
+
+def test_a_headline_names_who_is_level_only_where_ties_are_few(monkeypatch):
+    module = sys.modules["support_tokens.report.robustness.verdict"]
+    report = synthetic(seeds=5, ce=CE, other=CE)
+    monkeypatch.setattr(module, "leaders", lambda *_: ["ce", "other"])
+    assert headline(report).count("are level") == 2
+    kinds = [ABSOLUTE, MATCHED, "token_drop", "weight_rounding"]
+    monkeypatch.setattr(module, "families", lambda _: kinds)
+    many = headline(report)
+    assert "are level" not in many and many.count("clearly ahead") == 1
+    assert all(words.family(kind) in many for kind in kinds)
