@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("gradio", reason="gradio is not installed: pip install 'support-tokens[explore]'")
 
 import uvicorn
-from test_explorer import make_run
 
+from command import make_run
 from margin_samples import HOSTILE
 from support_tokens.explorer import Explorer, Limits, ModelChoice, explorer_app, serve_explorer
 from support_tokens.report.records import record_from_json

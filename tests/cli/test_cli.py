@@ -2,12 +2,11 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from support_tokens.cli import main
+from command import failed, run
 
 PLAN = {
     "layers": 1,
@@ -31,25 +30,6 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Exit code of the command with these words."""
-    monkeypatch.setattr(sys, "argv", ["support-tokens", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
-def failed(code: int, captured, *said: str) -> None:
-    """Exit 1 and one sentence on stderr that says each of these."""
-    assert code == 1
-    lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("support-tokens: ")
-    assert "Traceback" not in captured.err
-    for part in said:
-        assert part in lines[0]
 
 
 def test_train_evaluate_and_report(monkeypatch, capsys, tmp_path, text) -> None:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import failed, run
 
+from command import failed, run
 from support_tokens.analysis import MarginReport
 from support_tokens.models import build_small_gpt, character_tokenizer
 

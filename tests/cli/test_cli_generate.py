@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import failed, run
 
+from command import failed, run
 from support_tokens.models import build_small_gpt, character_tokenizer
 from support_tokens.report.records import GenerationRecord
 

@@ -7,19 +7,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_cli import failed
-from test_cli import run as call
 
+from command import failed, make_run
+from command import run as call
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
 from support_tokens.explorer import Explorer, Guard, Limits, ModelChoice, Results, find_models, service
-from support_tokens.models import build_small_gpt, character_tokenizer
-
-
-def make_run(folder, *, layers: int = 3):
-    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz <>/")
-    build_small_gpt(tokenizer, layers=layers, heads=2, width=8, context=64).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -8,24 +8,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from generating import PROMPTS, TOKENIZER, endless
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.generation import MarginMinP, MarginProcessor, MarginTemperature, RowSampler, generate
 from support_tokens.generation.signals import TOKEN_SIGNALS, score_tokens
 from support_tokens.law import EmbeddingPrior
 from support_tokens.models import character_tokenizer
 from support_tokens.report.records import Generation, GenerationRecord
-from tiny_models import tiny_model
 
-TOKENIZER = character_tokenizer("abcdefghijklmnopqrst ")  # as many tokens as the tiny models have
-PROMPTS = ["a", "bad cab", "the"]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def endless(family: str = "llama", **options):
-    """A tiny model that names no end token."""
-    model = tiny_model(family, **options)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def ids_of(text: Generation) -> Tensor:

@@ -4,9 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_decoding_generation import PROMPTS, TOKENIZER, endless
 from torch import nn
 
+from generating import PROMPTS, TOKENIZER, endless
 from support_tokens.errors import ArgumentError
 from support_tokens.generation import MarginTemperature, generate
 from support_tokens.generation.signals import score_tokens

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_fused import model_state
 from torch.testing import assert_close
 
+from attention_states import model_state
 from barrier_models import attached, batch, language_model
 from support_tokens.errors import ArgumentError
 from support_tokens.margins import (

@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from test_report import CE, HOSTILE, synthetic
 
 from support_tokens.report.records import Estimate, RobustnessReport, StructureFigures
 from support_tokens.report.robustness import STRUCTURE_HEADS, render_html, structure_values
+from synthetic_reports import CE, HOSTILE, synthetic
 
 
 def figures(arm: str, setting: str) -> StructureFigures:
