@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import support_tokens.cli.bench  # noqa: F401  # adds the verb
 from support_tokens.benchmark import (
-    Ceilings,
+    Roofline,
     Shape,
     Timing,
     barrier_counts,
@@ -116,7 +116,7 @@ def test_cost_is_linear_in_positions_and_batch_and_at_most_quadratic_in_length()
 
 
 def test_a_plan_says_what_devices_share() -> None:
-    rates = Ceilings(1e14, {32: 1e11, 4096: 2e13}, 2e12)
+    rates = Roofline(1e14, {32: 1e11, 4096: 2e13}, 2e12)
     one = plan_step(shape_of("8b"), rates, batch=8, length=8192, positions=16)
     eight = plan_step(shape_of("8b"), rates, batch=8, length=8192, positions=16, devices=8)
     assert eight.plain_seconds == pytest.approx(one.plain_seconds / 8)

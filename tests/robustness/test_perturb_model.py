@@ -11,10 +11,10 @@ from support_tokens.errors import ArgumentError
 from support_tokens.models import hook_embeddings
 from support_tokens.robustness import EvaluationData, measure
 from support_tokens.robustness.perturbations import (
+    AdversarialNoise,
     EmbeddingNoise,
     PerturbationSet,
-    WeightRounding,
-    WorstCaseNoise,
+    Quantization,
     round_channels,
 )
 
@@ -35,7 +35,7 @@ def data(n: int = 6) -> EvaluationData:
     return EvaluationData(ids, mask)
 
 
-def added(one: GPT2LMHeadModel, perturbation: WorstCaseNoise, rms: float = 1.0) -> torch.Tensor:
+def added(one: GPT2LMHeadModel, perturbation: AdversarialNoise, rms: float = 1.0) -> torch.Tensor:
     """The noise that enters the first block."""
     (batch,), seen = data().batches(6), []
     with perturbation.applied(one, rms) as read:
@@ -51,7 +51,7 @@ def added(one: GPT2LMHeadModel, perturbation: WorstCaseNoise, rms: float = 1.0) 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(("scale", "rms", "deviation"), [("absolute", 3.0, 0.1), ("matched", 3.0, 0.3)])
 def test_worst_case_noise_has_the_norm_of_gaussian_noise(steps, scale, rms, deviation):
-    noise = added(model(), WorstCaseNoise(0.1, scale, steps), rms)
+    noise = added(model(), AdversarialNoise(0.1, scale, steps), rms)
     lengths = data().mask.sum(-1)
     torch.testing.assert_close(
         noise.flatten(1).norm(dim=-1), deviation * (lengths * WIDTH).sqrt(), rtol=1e-4, atol=1e-6
@@ -60,7 +60,7 @@ def test_worst_case_noise_has_the_norm_of_gaussian_noise(steps, scale, rms, devi
 
 
 def test_worst_case_noise_by_position_spends_alike_everywhere():
-    noise = added(model(), WorstCaseNoise(0.1, norm="position"))
+    noise = added(model(), AdversarialNoise(0.1, norm="position"))
     norms = noise.norm(dim=-1)
     # The last token is read by no scored prediction, so no noise on it could hurt.
     torch.testing.assert_close(norms[0, :-1], torch.full((LENGTH - 1,), 0.1 * math.sqrt(WIDTH)), rtol=1e-4, atol=1e-6)
@@ -74,13 +74,13 @@ def test_one_step_is_along_the_gradient_of_the_loss():
     logits = one(inputs_embeds=x, attention_mask=batch.attention_mask).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels[:, 1:], reduction="sum")
     (slope,) = torch.autograd.grad(loss, x)
-    noise = added(one, WorstCaseNoise(0.1))
+    noise = added(one, AdversarialNoise(0.1))
     cosine = torch.nn.functional.cosine_similarity(noise.flatten(1), slope.flatten(1), dim=-1)
     torch.testing.assert_close(cosine, torch.ones(6), atol=1e-4, rtol=0)
 
 
 def test_more_steps_are_never_weaker_and_all_hurt_more_than_gaussian_noise():
-    chosen = PerturbationSet((EmbeddingNoise(0.01), *(WorstCaseNoise(0.01, steps=s) for s in (1, 2, 4))))
+    chosen = PerturbationSet((EmbeddingNoise(0.01), *(AdversarialNoise(0.01, steps=s) for s in (1, 2, 4))))
     nats = measure(model(), data(), chosen).nats
     one, two, four = (nats[f"worst case 0.01, {s}"] for s in ("1 step", "2 steps", "4 steps"))
     assert (two >= one - 1e-4).all() and (four >= two - 1e-4).all() and four.sum() >= one.sum()
@@ -88,7 +88,7 @@ def test_more_steps_are_never_weaker_and_all_hurt_more_than_gaussian_noise():
 
 
 def test_worst_case_noise_does_not_depend_on_the_batch_and_leaves_no_trace():
-    one, chosen = model(), PerturbationSet((WorstCaseNoise(0.3, steps=2), WorstCaseNoise(0.3, "matched")))
+    one, chosen = model(), PerturbationSet((AdversarialNoise(0.3, steps=2), AdversarialNoise(0.3, "matched")))
     before = {name: value.clone() for name, value in one.state_dict().items()}
     whole, parts = (measure(one, data(), chosen, batch_size=size).nats for size in (6, 2))
     for name in whole:
@@ -116,7 +116,7 @@ def test_rounded_weights_are_put_back_to_the_bit_also_after_an_error():
     before = {name: value.clone() for name, value in one.state_dict().items()}
 
     def interrupted() -> None:
-        with WeightRounding(4).applied(one, 1.0):
+        with Quantization(4).applied(one, 1.0):
             c_attn, wte = one.transformer.h[0].attn.c_attn.weight, one.transformer.wte.weight
             # A Conv1D is (in, out): one scale for each column; the tied embedding is rounded once.
             torch.testing.assert_close(c_attn, round_channels(before["transformer.h.0.attn.c_attn.weight"], 4, 1))
@@ -130,7 +130,7 @@ def test_rounded_weights_are_put_back_to_the_bit_also_after_an_error():
 
 
 def test_fewer_bits_hurt_more():
-    nats = measure(model(), data(), PerturbationSet((WeightRounding(8), WeightRounding(3)))).nats
+    nats = measure(model(), data(), PerturbationSet((Quantization(8), Quantization(3)))).nats
     off = {name: np.abs(nats[name] - nats["clean"]).sum() for name in ("weights in 8 bits", "weights in 3 bits")}
     assert 0 < off["weights in 8 bits"] < off["weights in 3 bits"]
 
@@ -154,11 +154,11 @@ def test_calibration_is_that_of_a_plain_loop():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: WorstCaseNoise(-1.0), "sigma of worst-case noise must be a finite number above 0, not -1.0"),
-        (lambda: WorstCaseNoise(1.0, "relative"), "scale of worst-case noise must be 'absolute' or 'matched'"),
-        (lambda: WorstCaseNoise(1.0, steps=0), "steps of worst-case noise must be at least 1, not 0"),
-        (lambda: WorstCaseNoise(1.0, norm="batch"), "norm of worst-case noise .* not 'batch'"),
-        (lambda: WeightRounding(1), "bits of rounded weights must be a whole number from 2 to 16, not 1"),
+        (lambda: AdversarialNoise(-1.0), "sigma of worst-case noise must be a finite number above 0, not -1.0"),
+        (lambda: AdversarialNoise(1.0, "relative"), "scale of worst-case noise must be 'absolute' or 'matched'"),
+        (lambda: AdversarialNoise(1.0, steps=0), "steps of worst-case noise must be at least 1, not 0"),
+        (lambda: AdversarialNoise(1.0, norm="batch"), "norm of worst-case noise .* not 'batch'"),
+        (lambda: Quantization(1), "bits of rounded weights must be a whole number from 2 to 16, not 1"),
     ],
 )
 def test_bad_perturbations_are_refused(make, says):

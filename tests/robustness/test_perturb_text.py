@@ -12,7 +12,7 @@ from support_tokens.robustness import EvaluationData, measure
 from support_tokens.robustness.perturbations import (
     Batch,
     Clean,
-    OtherText,
+    DomainShift,
     PerturbationSet,
     TokenDrop,
     Typos,
@@ -186,7 +186,7 @@ def test_dropped_tokens_are_zero_and_nested():
 
 
 def test_other_text_takes_the_place_of_the_data():
-    text = OtherText.of("sermons", ids(5) // 2, torch.full((5, 16), 2))
+    text = DomainShift.of("sermons", ids(5) // 2, torch.full((5, 16), 2))
     measured = measure(model(), EvaluationData(ids(), characters=1), PerturbationSet((text,)))
     alone = measure(model(), EvaluationData(ids(5) // 2), PerturbationSet((Clean(),)))
     np.testing.assert_allclose(measured.nats[text.name], alone.nats["clean"], rtol=1e-6)
@@ -196,7 +196,7 @@ def test_other_text_takes_the_place_of_the_data():
     with pytest.raises(ArgumentError, match="only its checksum is there"):
         measure(model(), EvaluationData(ids()), described)
     with pytest.raises(ArgumentError, match="as many sequences as the evaluation data, but has 2"):
-        measure(model(), EvaluationData(ids()), PerturbationSet((OtherText.of("short", ids(2)),)))
+        measure(model(), EvaluationData(ids()), PerturbationSet((DomainShift.of("short", ids(2)),)))
 
 
 def test_families_make_a_set_that_goes_through_json():

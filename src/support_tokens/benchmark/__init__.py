@@ -1,15 +1,15 @@
 """Speed and memory beside peers, timed in one run."""
 
 __all__ = [
-    "Ceilings",
     "Plan",
+    "Roofline",
     "Shape",
     "Timing",
     "barrier_counts",
     "in_turn",
     "law_penalty",
     "mean_reach",
-    "measure_ceilings",
+    "measure_roofline",
     "peak_memory",
     "plain_counts",
     "plan_step",
@@ -19,10 +19,10 @@ __all__ = [
     "small_gpt_task",
 ]
 
-from support_tokens.benchmark.measure import Timing, in_turn, measure_ceilings, peak_memory, ratio
+from support_tokens.benchmark.measure import Timing, in_turn, measure_roofline, peak_memory, ratio
 from support_tokens.benchmark.plan import (
-    Ceilings,
     Plan,
+    Roofline,
     Shape,
     barrier_counts,
     mean_reach,

@@ -1,6 +1,6 @@
 """Timing in turn, peak memory from allocations, intervals of ratios, and the rates that a machine reaches."""
 
-__all__ = ["Step", "Timing", "in_turn", "machine", "measure_ceilings", "peak_memory", "ratio"]
+__all__ = ["Step", "Timing", "in_turn", "machine", "measure_roofline", "peak_memory", "ratio"]
 
 import gc
 import platform
@@ -12,7 +12,7 @@ from importlib.metadata import version
 import numpy as np
 import torch
 
-from support_tokens.benchmark.plan import Ceilings
+from support_tokens.benchmark.plan import Roofline
 from support_tokens.margins.linalg import slogdet_and_inverse
 
 Step = Callable[[], None]
@@ -117,7 +117,7 @@ def machine(device: str = "cpu") -> dict:
     }
 
 
-def measure_ceilings(device: str = "cpu", *, sides: tuple[int, ...] = (32, 128, 576)) -> Ceilings:
+def measure_roofline(device: str = "cpu", *, sides: tuple[int, ...] = (32, 128, 576)) -> Roofline:
     """Rates of this machine: products of the size of a feed-forward layer, eliminations of some sides, a long copy."""
     a, b = torch.randn(1024, 576, device=device), torch.randn(576, 1536, device=device)
     product = 2 * 1024 * 576 * 1536 / _best(lambda: a @ b, device)
@@ -129,7 +129,7 @@ def measure_ceilings(device: str = "cpu", *, sides: tuple[int, ...] = (32, 128, 
         rates[side] = 2 * count * side**3 / _best(lambda m=matrix: slogdet_and_inverse(m), device)
     source, target = torch.randn(2**25, device=device), torch.empty(2**25, device=device)
     moved = 2 * 4 * 2**25 / _best(lambda: target.copy_(source), device)
-    return Ceilings(product, rates, moved)
+    return Roofline(product, rates, moved)
 
 
 def _best(run: Callable[[], object], device: str, times: int = 7) -> float:

@@ -10,7 +10,7 @@ and $12\, D\, H R_v\, D$ for $W_O$ where $H R_v > D$; for the law $6 S R^2 + 2 R
 $12\, L\, H R\, T$ for its attention.
 """
 
-__all__ = ["SHAPES", "Ceilings", "Counts", "Plan", "Shape", "barrier_counts", "plain_counts", "plan_step", "shape_of"]
+__all__ = ["SHAPES", "Counts", "Plan", "Roofline", "Shape", "barrier_counts", "plain_counts", "plan_step", "shape_of"]
 
 import json
 import math
@@ -228,7 +228,7 @@ def barrier_counts(
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class Roofline:
     """Rates that a machine reaches, measured or given.
 
     Args:
@@ -246,7 +246,7 @@ class Ceilings:
         of them the nearest.
 
         Example:
-            >>> Ceilings(1e9, {10: 1e8, 1000: 1e10}, 1e9).rate(100)
+            >>> Roofline(1e9, {10: 1e8, 1000: 1e10}, 1e9).rate(100)
             1000000000.0
         """
         known = sorted(self.elimination)
@@ -292,7 +292,7 @@ class Plan:
 
 def plan_step(
     shape: Shape,
-    ceilings: Ceilings,
+    roofline: Roofline,
     *,
     batch: int,
     length: int,
@@ -306,7 +306,7 @@ def plan_step(
 
     Args:
         shape: The model.
-        ceilings: Rates of one device.
+        roofline: Rates of one device.
         batch: B over all devices.
         length: T.
         source: `model` or `prior`.
@@ -316,7 +316,7 @@ def plan_step(
         item: Bytes of a number in the plain step; the barrier computes in 4.
 
     Example:
-        >>> rates = Ceilings(1e14, {32: 1e12, 4096: 2e13}, 2e12)
+        >>> rates = Roofline(1e14, {32: 1e12, 4096: 2e13}, 2e12)
         >>> plan = plan_step(shape_of("8b"), rates, batch=8, length=8192, positions=16, devices=8)
         >>> plan.time_ratio > 1
         True
@@ -327,7 +327,7 @@ def plan_step(
     added = _shared(
         barrier_counts(shape, batch, length, source=source, positions=positions, rank=rank), min(devices, batch)
     )
-    return Plan(plain, added, ceilings.seconds(plain), ceilings.seconds(added))
+    return Plan(plain, added, roofline.seconds(plain), roofline.seconds(added))
 
 
 def _shared(counts: Counts, devices: int) -> Counts:

@@ -10,8 +10,8 @@ import torch
 
 from support_tokens.benchmark import peers
 from support_tokens.benchmark.generation import generation_steps
-from support_tokens.benchmark.measure import Step, Timing, in_turn, machine, measure_ceilings, peak_memory, ratio
-from support_tokens.benchmark.plan import SHAPES, Ceilings, barrier_counts, plain_counts
+from support_tokens.benchmark.measure import Step, Timing, in_turn, machine, measure_roofline, peak_memory, ratio
+from support_tokens.benchmark.plan import SHAPES, Roofline, barrier_counts, plain_counts
 from support_tokens.benchmark.tasks import (
     barrier_step,
     law_penalty,
@@ -70,7 +70,7 @@ class _Run:
         self.checks: list[Check] = []
         self.predictions: list[Prediction] = []
         log("rates of this machine")
-        self.ceilings: Ceilings = measure_ceilings(device)
+        self.roofline: Roofline = measure_roofline(device)
 
     def timed(
         self, group: str, steps: dict[str, Step], *, rounds: int | None = None, memory: bool = False
@@ -120,8 +120,8 @@ class _Run:
         ours = found["prior, all positions"]
         self.check("SmallGPT, prior of rank 32, all positions: time", ours.ratio, 1.15)
         self.check("SmallGPT, prior of rank 32, all positions: peak memory", ours.memory_ratio or math.inf, 1.10)
-        base = self.ceilings.seconds(plain_counts(SHAPES["small-gpt"], batch, length))
-        added = self.ceilings.seconds(barrier_counts(SHAPES["small-gpt"], batch, length, source="prior"))
+        base = self.roofline.seconds(plain_counts(SHAPES["small-gpt"], batch, length))
+        added = self.roofline.seconds(barrier_counts(SHAPES["small-gpt"], batch, length, source="prior"))
         self.predict("SmallGPT plain step, s", base, found["plain"])
         self.predict("SmallGPT step with the law, s", base + added, ours)
 
@@ -166,8 +166,8 @@ class _Run:
             self.check(f"SmolLM2-135M shape, {count} positions: time", arm.ratio, most)
             self.check(f"SmolLM2-135M shape, {count} positions: peak memory", arm.memory_ratio or math.inf, 1.05)
         shape = SHAPES["smollm2-135m"]
-        base = self.ceilings.seconds(plain_counts(shape, 2, length))
-        added = self.ceilings.seconds(barrier_counts(shape, 2, length, positions=many))
+        base = self.roofline.seconds(plain_counts(shape, 2, length))
+        added = self.roofline.seconds(barrier_counts(shape, 2, length, positions=many))
         self.predict("SmolLM2-135M plain step, s", base, found["plain"])
         self.predict(f"SmolLM2-135M step with {many} positions, s", base + added, found[f"model, {many} positions"])
         optimiser.zero_grad()
@@ -211,7 +211,7 @@ class _Run:
             _exponent(counts, list(self.timed("growth in positions", steps).values())),
             1.1,
         )
-        added = self.ceilings.seconds(barrier_counts(SHAPES["small-gpt"], 8, length, source="prior"))
+        added = self.roofline.seconds(barrier_counts(SHAPES["small-gpt"], 8, length, source="prior"))
         self.predict("penalty of the law by itself, 8 sequences, s", added, self.arms[-4])
 
 

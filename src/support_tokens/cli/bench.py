@@ -90,7 +90,7 @@ def bench(
 def _plan(
     config: str, batch: int, length: int, source: str, positions: int | None, devices: int, device: str, given: tuple
 ) -> None:
-    from support_tokens.benchmark import Ceilings, plan_step, shape_of
+    from support_tokens.benchmark import Roofline, plan_step, shape_of
 
     shape = shape_of(config)
     if any(rate is not None for rate in given):
@@ -99,13 +99,13 @@ def _plan(
                 "--product, --elimination and --memory are required together; pass three rates above 0."
             )
         product, elimination, memory = given
-        ceilings = Ceilings(product * 1e12, {shape.side: elimination * 1e12}, memory * 1e9)
+        roofline = Roofline(product * 1e12, {shape.side: elimination * 1e12}, memory * 1e9)
         origin = "given rates"
     else:
-        from support_tokens.benchmark import measure_ceilings
+        from support_tokens.benchmark import measure_roofline
 
-        ceilings, origin = measure_ceilings(device), "rates measured on this machine"
-    found = plan_step(shape, ceilings, batch=batch, length=length, source=source, positions=positions, devices=devices)
+        roofline, origin = measure_roofline(device), "rates measured on this machine"
+    found = plan_step(shape, roofline, batch=batch, length=length, source=source, positions=positions, devices=devices)
     for name, counts, seconds in (
         ("plain step", found.plain, found.plain_seconds),
         ("barrier", found.barrier, found.barrier_seconds),

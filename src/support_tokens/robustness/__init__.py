@@ -4,22 +4,22 @@ __all__ = [
     "COUPLING_LEVELS",
     "FAMILIES",
     "PRESETS",
+    "AdversarialNoise",
     "ArmDetails",
     "Batch",
     "Bootstrap",
     "Clean",
+    "DomainShift",
     "EmbeddingNoise",
     "EvaluationData",
     "Measurement",
-    "OtherText",
     "Perturbation",
     "PerturbationSet",
     "Preset",
+    "Quantization",
     "TokenDrop",
     "TokenizerSpelling",
     "Typos",
-    "WeightRounding",
-    "WorstCaseNoise",
     "chosen_perturbations",
     "compare",
     "contests",
@@ -50,7 +50,7 @@ from support_tokens.robustness.lab.paper import paper_rows
 from support_tokens.robustness.lab.preset import PRESETS, Preset, load_preset
 from support_tokens.robustness.lab.reproduction import reproduce
 from support_tokens.robustness.measure import EvaluationData, Measurement, measure
-from support_tokens.robustness.perturbations.adversarial import WorstCaseNoise
+from support_tokens.robustness.perturbations.adversarial import AdversarialNoise
 from support_tokens.robustness.perturbations.base import Batch, Clean, Perturbation
 from support_tokens.robustness.perturbations.embeddings import EmbeddingNoise, TokenDrop, standard_noise
 from support_tokens.robustness.perturbations.set import (
@@ -59,6 +59,6 @@ from support_tokens.robustness.perturbations.set import (
     chosen_perturbations,
     standard_perturbations,
 )
-from support_tokens.robustness.perturbations.text import OtherText, Typos, misspell
-from support_tokens.robustness.perturbations.weights import WeightRounding, round_channels
+from support_tokens.robustness.perturbations.text import DomainShift, Typos, misspell
+from support_tokens.robustness.perturbations.weights import Quantization, round_channels
 from support_tokens.robustness.structure import COUPLING_LEVELS, measure_structure, structure_figures

@@ -33,7 +33,7 @@ from support_tokens.robustness.bootstrap import Bootstrap
 from support_tokens.robustness.measure import EvaluationData, Measurement, measure
 from support_tokens.robustness.perturbations.base import Perturbation
 from support_tokens.robustness.perturbations.set import PerturbationSet, standard_perturbations
-from support_tokens.robustness.statistics import Figures
+from support_tokens.robustness.statistics import Comparison
 
 Progress = Callable[[int, int, str], None]
 """Called with batches done, batches in all, and what is being read."""
@@ -157,7 +157,7 @@ def compare(
     first, n_seeds = _check_arms(measured, baseline, seeds, details)
     order = [first, *(name for name in measured if name != first)]
     chosen = bootstrap or Bootstrap()
-    figures = Figures(measured, data, perturbations, chosen, n_seeds)
+    figures = Comparison(measured, data, perturbations, chosen, n_seeds)
     known = {name: (details or {}).get(name, ArmDetails()) for name in order}
     labels = tuple(seeds) if seeds is not None else tuple(range(n_seeds))
     rms = {name: float(np.mean([m.embedding_rms for m in measured[name]])) for name in order}
@@ -216,7 +216,7 @@ def _split(
     pairs: Sequence[tuple[str, str]],
 ) -> Split:
     chosen_on, judged_on = (
-        Figures(
+        Comparison(
             {arm: [m.part(rows) for m in of_arm] for arm, of_arm in measured.items()},
             data.part(rows),
             perturbations,

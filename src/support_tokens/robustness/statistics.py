@@ -1,6 +1,6 @@
 r"""The figures of a robustness report, each a function of the weights of the sequences, so that all are paired."""
 
-__all__ = ["Figures", "OfArm"]
+__all__ = ["Comparison", "OfArm"]
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ OfArm = Callable[[str], Statistic]
 """A figure of an arm by its name: weights of the sequences `(..., N)` to values by seed `(..., S)`."""
 
 
-class Figures:
+class Comparison:
     """Statistics of what was measured, and their estimates.
 
     Args:

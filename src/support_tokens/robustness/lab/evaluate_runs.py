@@ -18,7 +18,7 @@ from support_tokens.robustness.lab.cache import measure_arms
 from support_tokens.robustness.lab.runs import LazyModels, TrainedRun, by_label, corpus_of, open_run
 from support_tokens.robustness.measure import EvaluationData, Measurement
 from support_tokens.robustness.perturbations.set import chosen_perturbations
-from support_tokens.robustness.perturbations.text import OtherText
+from support_tokens.robustness.perturbations.text import DomainShift
 from support_tokens.robustness.structure import measure_structure, structure_figures
 from support_tokens.training import Windows, load_corpus, plan_from_config, read_result
 
@@ -80,7 +80,9 @@ def evaluate_runs(
     windows = held_out_windows(encode(tokenizer, corpus.test), context, sequences)
     held_out = EvaluationData(windows, characters=1)
     texts = [
-        OtherText.of(name, held_out_windows(encode(tokenizer, load_corpus(name, context).test), context, len(windows)))
+        DomainShift.of(
+            name, held_out_windows(encode(tokenizer, load_corpus(name, context).test), context, len(windows))
+        )
         for name in others
     ]
     chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
@@ -122,7 +124,7 @@ def evaluate_runs(
     )
 
 
-def _unknown_elsewhere(tokenizer, texts: Sequence[OtherText]) -> dict[str, float]:
+def _unknown_elsewhere(tokenizer, texts: Sequence[DomainShift]) -> dict[str, float]:
     """Share of characters of the other texts that the model has never seen, by corpus."""
     return {text.corpus: unknown_rate(tokenizer, text.input_ids) for text in texts if text.input_ids is not None}
 

@@ -18,7 +18,7 @@ from support_tokens.robustness.lab.cache import measure_arms
 from support_tokens.robustness.lab.evaluate_runs import held_out_windows
 from support_tokens.robustness.measure import EvaluationData
 from support_tokens.robustness.perturbations.set import chosen_perturbations
-from support_tokens.robustness.perturbations.text import OtherText
+from support_tokens.robustness.perturbations.text import DomainShift
 from support_tokens.robustness.structure import measure_structure, structure_figures
 from support_tokens.training import load_corpus
 
@@ -102,7 +102,7 @@ def evaluate_models(
     windows = held_out_windows(_encode(tokenizer, corpus.test, data), context, sequences)
     held_out = EvaluationData(windows, spelling=TokenizerSpelling(tokenizer))
     texts = [
-        OtherText.of(name, held_out_windows(_encode(tokenizer, load_corpus(name).test, name), context, len(windows)))
+        DomainShift.of(name, held_out_windows(_encode(tokenizer, load_corpus(name).test, name), context, len(windows)))
         for name in others
     ]
     chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)

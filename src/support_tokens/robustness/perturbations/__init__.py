@@ -8,18 +8,18 @@ depends on the seed and on the place of a sequence in the data, never on arm or 
 
 __all__ = [
     "FAMILIES",
+    "AdversarialNoise",
     "Batch",
     "Clean",
+    "DomainShift",
     "EmbeddingNoise",
-    "OtherText",
     "Perturbation",
     "PerturbationSet",
+    "Quantization",
     "Read",
     "Spelling",
     "TokenDrop",
     "Typos",
-    "WeightRounding",
-    "WorstCaseNoise",
     "chosen_perturbations",
     "misspell",
     "round_channels",
@@ -28,7 +28,7 @@ __all__ = [
     "token_nats",
 ]
 
-from support_tokens.robustness.perturbations.adversarial import WorstCaseNoise
+from support_tokens.robustness.perturbations.adversarial import AdversarialNoise
 from support_tokens.robustness.perturbations.base import Batch, Clean, Perturbation, Read, Spelling, token_nats
 from support_tokens.robustness.perturbations.embeddings import EmbeddingNoise, TokenDrop, standard_noise
 from support_tokens.robustness.perturbations.set import (
@@ -37,5 +37,5 @@ from support_tokens.robustness.perturbations.set import (
     chosen_perturbations,
     standard_perturbations,
 )
-from support_tokens.robustness.perturbations.text import OtherText, Typos, misspell
-from support_tokens.robustness.perturbations.weights import WeightRounding, round_channels
+from support_tokens.robustness.perturbations.text import DomainShift, Typos, misspell
+from support_tokens.robustness.perturbations.weights import Quantization, round_channels

@@ -1,6 +1,6 @@
 r"""Embedding noise of the norm of Gaussian noise, in the direction that hurts this model most, found by gradient."""
 
-__all__ = ["WorstCaseNoise"]
+__all__ = ["AdversarialNoise"]
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from support_tokens.robustness.perturbations.embeddings import ScaledNoise, chec
 
 
 @dataclass(frozen=True)
-class WorstCaseNoise(ScaledNoise):
+class AdversarialNoise(ScaledNoise):
     r"""The worst embedding noise found in `steps` gradient steps, of the expected norm of Gaussian noise of `sigma`.
 
     The noise $\delta$ of a sequence of $T$ tokens is sought on the sphere
@@ -46,7 +46,7 @@ class WorstCaseNoise(ScaledNoise):
         Goodfellow et al. 2015 (arXiv:1412.6572); Madry et al. 2018 (arXiv:1706.06083).
 
     Example:
-        >>> WorstCaseNoise(0.5).name, WorstCaseNoise(0.1, "matched", steps=5).name
+        >>> AdversarialNoise(0.5).name, AdversarialNoise(0.1, "matched", steps=5).name
         ('worst case 0.5, 1 step', 'worst case 0.1 x RMS, 5 steps')
     """
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from support_tokens.errors import ArgumentError
-from support_tokens.robustness.perturbations.adversarial import WorstCaseNoise
+from support_tokens.robustness.perturbations.adversarial import AdversarialNoise
 from support_tokens.robustness.perturbations.base import Clean, Perturbation
 from support_tokens.robustness.perturbations.embeddings import EmbeddingNoise, TokenDrop
-from support_tokens.robustness.perturbations.text import OtherText, Typos
-from support_tokens.robustness.perturbations.weights import WeightRounding
+from support_tokens.robustness.perturbations.text import DomainShift, Typos
+from support_tokens.robustness.perturbations.weights import Quantization
 
 _KINDS: dict[str, Callable[..., Perturbation]] = {
-    kind.kind: kind for kind in (Clean, EmbeddingNoise, WorstCaseNoise, Typos, TokenDrop, WeightRounding, OtherText)
+    kind.kind: kind for kind in (Clean, EmbeddingNoise, AdversarialNoise, Typos, TokenDrop, Quantization, DomainShift)
 }
 _GENERATOR = "numpy PCG64, one stream a sequence, SeedSequence((seed, sequence)), float32 standard normal"
 
@@ -114,14 +114,14 @@ _SCALES: tuple[Literal["absolute", "matched"], ...] = ("absolute", "matched")
 FAMILIES: dict[str, Callable[[Sequence[float], int], list[Perturbation]]] = {
     "noise": lambda sigmas, seed: [EmbeddingNoise(s, scale, seed) for scale in _SCALES for s in sigmas],
     "worst-case": lambda sigmas, seed: [
-        WorstCaseNoise(s, scale, steps) for scale in _SCALES for steps in (1, 5) for s in _small(sigmas)
+        AdversarialNoise(s, scale, steps) for scale in _SCALES for steps in (1, 5) for s in _small(sigmas)
     ],
     "typos": lambda sigmas, seed: [Typos(share, "mixed", seed) for share in _SHARES],
     "typos-by-kind": lambda sigmas, seed: [
         Typos(share, operation, seed) for operation in ("replace", "drop", "insert", "swap") for share in _SHARES
     ],
     "token-drop": lambda sigmas, seed: [TokenDrop(share, seed) for share in _SHARES],
-    "rounding": lambda sigmas, seed: [WeightRounding(bits) for bits in (8, 4)],
+    "rounding": lambda sigmas, seed: [Quantization(bits) for bits in (8, 4)],
 }
 """Groups of perturbations by name, made from the sigmas of the noise and a seed: what `evaluate --perturb` offers,
 besides text of other corpora. Worst-case noise is tried at a tenth of the sigmas, where it does what Gaussian noise of
@@ -141,7 +141,7 @@ def chosen_perturbations(
         families: Names of `FAMILIES`.
         sigmas: Standard deviations of the noise, used on both scales.
         seed: Seed of everything that is drawn.
-        others: Further perturbations, such as `OtherText`.
+        others: Further perturbations, such as `DomainShift`.
 
     Raises:
         ArgumentError: An unknown family, or a value out of range.

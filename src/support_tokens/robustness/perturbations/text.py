@@ -1,6 +1,6 @@
 r"""Perturbations of the text: typos, with the clean text as target, and text of another corpus."""
 
-__all__ = ["OtherText", "Typos", "misspell"]
+__all__ = ["DomainShift", "Typos", "misspell"]
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -209,7 +209,7 @@ def _another(symbol: Any, pool: list[Any], start: int) -> Any:
 
 
 @dataclass(frozen=True)
-class OtherText:
+class DomainShift:
     r"""Shift of domain: the model reads the held-out text of another corpus.
 
     Sequence n of the data gives way to sequence n of the other text, whose figures are per character (or token) of its
@@ -222,7 +222,7 @@ class OtherText:
         units: `(N, T)` characters of each token; None: one.
 
     Example:
-        >>> OtherText.of("python-docs", torch.zeros(2, 4, dtype=torch.long)).name
+        >>> DomainShift.of("python-docs", torch.zeros(2, 4, dtype=torch.long)).name
         'text of python-docs'
     """
 
@@ -233,7 +233,7 @@ class OtherText:
     kind: ClassVar[str] = "other_text"
 
     @classmethod
-    def of(cls, corpus: str, input_ids: Tensor, units: Tensor | None = None) -> "OtherText":
+    def of(cls, corpus: str, input_ids: Tensor, units: Tensor | None = None) -> "DomainShift":
         """The perturbation of these token ids."""
         ids = input_ids.long().cpu().contiguous()
         return cls(corpus, sha256(str(tuple(ids.shape)).encode() + ids.numpy().tobytes()).hexdigest(), ids, units)
@@ -270,7 +270,7 @@ class OtherText:
         if ids is None:
             raise ArgumentError(
                 f"The text of '{self.corpus}' is needed to apply the perturbation, and only its checksum is there; "
-                "make it with OtherText.of(corpus, input_ids)."
+                "make it with DomainShift.of(corpus, input_ids)."
             )
 
         def read(batch: Batch) -> Batch:

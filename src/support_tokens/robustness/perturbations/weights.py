@@ -1,6 +1,6 @@
 r"""Weights rounded to few bits, as a model is stored by those who have little memory."""
 
-__all__ = ["WeightRounding", "round_channels"]
+__all__ = ["Quantization", "round_channels"]
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from support_tokens.robustness.perturbations.base import Read
 
 
 @dataclass(frozen=True)
-class WeightRounding:
+class Quantization:
     r"""Every matrix of weights rounded to `bits` bits, symmetric and apart for each output channel $c$.
 
     $$ w'_{c} = s_c\, \mathrm{round}(w_c / s_c), \qquad s_c = \frac{\max_i |w_{ci}|}{2^{b-1} - 1}. $$
@@ -32,7 +32,7 @@ class WeightRounding:
         ArgumentError: `bits` out of range.
 
     Example:
-        >>> WeightRounding(4).name, WeightRounding(4).strength
+        >>> Quantization(4).name, Quantization(4).strength
         ('weights in 4 bits', 0.14285714285714285)
     """
 
