@@ -2,6 +2,7 @@
 
 __all__ = [
     "AttentionCapture",
+    "Decoder",
     "build_small_gpt",
     "capture_attention",
     "character_tokenizer",
@@ -9,11 +10,18 @@ __all__ = [
     "decoder_blocks",
     "encode",
     "evaluating",
+    "execution_device",
+    "find_decoder",
     "hook_embeddings",
+    "is_replica",
     "load_model",
     "load_small_gpt",
+    "loss_function_of",
     "model_margins",
     "quiet_transformers",
+    "restore_loss_function",
+    "save_trainer_checkpoint",
+    "text_config",
     "torch_threads",
     "trains_before",
     "unknown_rate",
@@ -25,11 +33,24 @@ from support_tokens._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from support_tokens.models.capture import AttentionCapture, capture_attention
-    from support_tokens.models.devices import checked_device
-    from support_tokens.models.hooks import decoder_blocks, hook_embeddings, trains_before
-    from support_tokens.models.loading import load_model
+    from support_tokens.models.compat import (
+        execution_device,
+        is_replica,
+        loss_function_of,
+        restore_loss_function,
+        save_trainer_checkpoint,
+    )
+    from support_tokens.models.hooks import (
+        Decoder,
+        decoder_blocks,
+        evaluating,
+        find_decoder,
+        hook_embeddings,
+        text_config,
+        trains_before,
+    )
+    from support_tokens.models.loading import checked_device, load_model
     from support_tokens.models.margins import model_margins
-    from support_tokens.models.modes import evaluating
     from support_tokens.models.small_gpt import (
         build_small_gpt,
         character_tokenizer,
@@ -45,13 +66,21 @@ __getattr__ = lazy_exports(
     {
         "AttentionCapture": "capture",
         "capture_attention": "capture",
-        "checked_device": "devices",
+        "execution_device": "compat",
+        "is_replica": "compat",
+        "loss_function_of": "compat",
+        "restore_loss_function": "compat",
+        "save_trainer_checkpoint": "compat",
+        "Decoder": "hooks",
         "decoder_blocks": "hooks",
+        "evaluating": "hooks",
+        "find_decoder": "hooks",
         "hook_embeddings": "hooks",
+        "text_config": "hooks",
         "trains_before": "hooks",
+        "checked_device": "loading",
         "load_model": "loading",
         "model_margins": "margins",
-        "evaluating": "modes",
         "build_small_gpt": "small_gpt",
         "character_tokenizer": "small_gpt",
         "encode": "small_gpt",

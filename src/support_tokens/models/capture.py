@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from support_tokens.errors import ArgumentError, CaptureError, UnsupportedModelError
 from support_tokens.margins import AttentionState
 from support_tokens.models.architectures import architecture_of
+from support_tokens.models.compat import attention_implementation, set_attention_implementation
 from support_tokens.models.hooks import decoder_blocks
 from support_tokens.models.recorder import LayerRecorder, recomputing
 from support_tokens.models.states import attention_state
@@ -176,7 +177,7 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     """The registered attention function: leaves its arguments with the recorders and hands on."""
     tap = getattr(module, _TAP)
     # Read anew each time: the caller may set another implementation, and the mask then is the one of that.
-    implementation = tap.config._attn_implementation or "eager"
+    implementation = attention_implementation(tap.config)
     if implementation not in _READABLE:
         _refuse(type(module).__name__, implementation)
     for recorder in tap.recorders:
@@ -191,7 +192,7 @@ AttentionInterface.register(_IMPLEMENTATION, _attention)
 def _tap(attention: nn.Module, recorder: LayerRecorder) -> None:
     if not hasattr(attention, _TAP):
         own = copy.copy(attention.config)
-        own._attn_implementation = _IMPLEMENTATION  # type: ignore[union-attr]
+        set_attention_implementation(own, _IMPLEMENTATION)
         setattr(attention, _TAP, _Tap(attention))
         attention.config = own
     getattr(attention, _TAP).recorders.append(recorder)
@@ -219,7 +220,7 @@ def _eager_function(attention: nn.Module):
 
 def _check_readable(name: str, attention: nn.Module) -> None:
     config = getattr(attention, _TAP).config if hasattr(attention, _TAP) else attention.config
-    implementation: str = config._attn_implementation or "eager"  # type: ignore[union-attr,assignment]
+    implementation = attention_implementation(config)
     if implementation not in _READABLE:
         _refuse(name, implementation)
     if not getattr(attention, "is_causal", True):

@@ -1,6 +1,6 @@
 """A causal language model and its tokenizer, from files: safetensors or GGUF, never pickle."""
 
-__all__ = ["load_model"]
+__all__ = ["checked_device", "load_model"]
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support_tokens.errors import ArgumentError, RunFolderError
-from support_tokens.models.devices import checked_device
 from support_tokens.models.small_gpt import load_small_gpt, quiet_transformers
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -57,6 +56,34 @@ def load_model(
         reason = " ".join(str(error).split())[:300]
         raise RunFolderError(f"the model '{model}' cannot be read ({reason}); check its name or path.") from error
     return _placed(loaded, place, _DTYPES[dtype]), tokenizer
+
+
+def checked_device(device: str) -> torch.device:
+    """The device of this name, after a tensor was created there.
+
+    Args:
+        device: As torch names it.
+
+    Raises:
+        ArgumentError: Torch does not know the name, or this machine has no such device.
+
+    Example:
+        >>> checked_device("cpu")
+        device(type='cpu')
+    """
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"device must be one that torch knows, received {device!r}; try cpu or cuda.") from error
+    try:
+        torch.empty(1, device=place)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # each backend has an error of its own
+        reason = str(error).strip().partition("\n")[0].rstrip(".")[:200]
+        raise ArgumentError(
+            f"device must be one of this machine, and {device!r} cannot be used here ({reason}); pass cpu, or install "
+            "the torch of that device."
+        ) from error
+    return place
 
 
 def _placed(model: nn.Module, place: torch.device, dtype: torch.dtype) -> nn.Module:

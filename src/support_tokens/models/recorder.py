@@ -9,12 +9,13 @@ from torch.utils.hooks import RemovableHandle
 from support_tokens.errors import CaptureError
 from support_tokens.models.architectures.table import Architecture, Norm
 from support_tokens.models.architectures.weights import effective_weight, on_device, outlives_forward
+from support_tokens.models.compat import inside_backward, is_replica
 
 
 def recomputing() -> bool:
     """Whether this runs inside a backward pass: then gradient checkpointing repeats a forward pass that was seen."""
     # The compiler plans recomputation itself and never runs Python for it.
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and inside_backward()
 
 
 class _Recorder:
@@ -110,7 +111,7 @@ class LayerRecorder(_Recorder):
         weights = {path: effective_weight(attention.get_submodule(path)) for path in self._projections}
         if recomputing():
             return
-        if getattr(attention, "_is_replica", False):
+        if is_replica(attention):
             raise CaptureError(
                 f"layer {self.index} runs in threads of torch.nn.DataParallel, which share no memory with the capture; "
                 "one process a device is required: start with torchrun or accelerate launch."

@@ -10,6 +10,7 @@ from torch import Tensor
 from support_tokens.errors import ArgumentError, CaptureError
 from support_tokens.margins import AttentionState, NormJacobian, Projection, Rotation
 from support_tokens.margins.linalg import full_precision
+from support_tokens.models.compat import assert_on_device
 from support_tokens.models.recorder import LayerRecorder, NormRecorder
 
 Lift = Callable[[Tensor], Tensor]
@@ -146,7 +147,7 @@ def _require(condition: Tensor, sentence: str) -> None:
             raise CaptureError(sentence)
     else:
         # Asked on the device, so that training does not wait for the answer.
-        torch._assert_async(condition, sentence)  # type: ignore[attr-defined]
+        assert_on_device(condition, sentence)
 
 
 def _valid(

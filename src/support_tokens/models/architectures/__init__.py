@@ -8,7 +8,7 @@ from support_tokens.errors import UnsupportedModelError
 from support_tokens.models.architectures.families import TABLES
 from support_tokens.models.architectures.table import Architecture, Norm
 from support_tokens.models.architectures.weights import effective_weight
-from support_tokens.models.hooks import decoder_blocks
+from support_tokens.models.hooks import decoder_blocks, text_config
 
 
 def supported_families() -> tuple[str, ...]:
@@ -39,14 +39,13 @@ def architecture_of(model: nn.Module) -> Architecture:
         >>> architecture_of(model).family
         'GPT-2'
     """
-    config = next((c for m in model.modules() if hasattr(c := getattr(m, "config", None), "get_text_config")), None)
+    config = text_config(model)
     name = type(model).__name__
     if config is None:
         raise UnsupportedModelError(
             f"{name} has no configuration of transformers, which is required to know its attention; pass a causal "
             "language model of transformers."
         )
-    config = config.get_text_config(decoder=True)
     table = next((t for t in TABLES if config.model_type in t.model_types), None)
     if table is None:
         raise UnsupportedModelError(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from support_tokens.errors import UnsupportedModelError
 from support_tokens.margins.linalg import full_precision
+from support_tokens.models.compat import is_offloaded
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -43,7 +44,7 @@ def effective_weight(layer: nn.Module) -> Tensor:
 
 def on_device(module: nn.Module):
     """Context in which the parameters of a module that accelerate keeps elsewhere are where it computes."""
-    if not getattr(getattr(module, "_hf_hook", None), "offload", False):
+    if not is_offloaded(module):
         return nullcontext()
     from accelerate.utils import align_module_device
 
