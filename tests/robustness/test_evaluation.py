@@ -219,7 +219,6 @@ def test_a_device_that_this_machine_lacks_is_one_sentence(place, tmp_path, monke
         ["evaluate", model, "--data", text, "--output", tmp_path / "out", "--context", 16],
         ["analyze", "--model", model, "--text", "abc", "--json", tmp_path / "out" / "record.json"],
         ["bench", "--suite", "smoke", "--out", tmp_path / "out" / "record.json"],
-        ["bench", "--plan", "8b"],
     ):
         assert command(monkeypatch, *words, "--device", "cuda") == 1
         (line,) = capsys.readouterr().err.strip().splitlines()

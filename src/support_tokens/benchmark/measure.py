@@ -1,6 +1,6 @@
-"""Timing in turn, peak memory from allocations, intervals of ratios, and the rates that a machine reaches."""
+"""Timing in turn, peak memory from allocations, intervals of ratios."""
 
-__all__ = ["Step", "Timing", "in_turn", "machine", "measure_roofline", "peak_memory", "ratio"]
+__all__ = ["Step", "Timing", "in_turn", "machine", "peak_memory", "ratio"]
 
 import gc
 import platform
@@ -11,9 +11,6 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-
-from support_tokens.benchmark.plan import Roofline
-from support_tokens.margins.linalg import slogdet_and_inverse
 
 Step = Callable[[], None]
 
@@ -40,7 +37,7 @@ def in_turn(steps: dict[str, Step], *, rounds: int, device: str = "cpu", budget:
         budget: Seconds after which no further round begins, once three are done.
 
     Returns:
-        BenchmarkArm to `Timing`.
+        `Timing` by arm.
 
     Example:
         >>> sorted(in_turn({"a": lambda: None, "b": lambda: None}, rounds=3))
@@ -115,37 +112,6 @@ def machine(device: str = "cpu") -> dict:
         "python": platform.python_version(),
         **versions,
     }
-
-
-def measure_roofline(device: str = "cpu", *, sides: tuple[int, ...] = (32, 128, 576)) -> Roofline:
-    """Rates of this machine: products of the size of a feed-forward layer, eliminations of some sides, a long copy."""
-    a, b = torch.randn(1024, 576, device=device), torch.randn(576, 1536, device=device)
-    product = 2 * 1024 * 576 * 1536 / _best(lambda: a @ b, device)
-    rates = {}
-    for side in sides:
-        count = max(4, min(1024, 2**22 // side**2))
-        noise = torch.randn(count, side, side, device=device, generator=_seeded(device))
-        matrix = torch.eye(side, device=device) + 0.3 * noise / side**0.5
-        rates[side] = 2 * count * side**3 / _best(lambda m=matrix: slogdet_and_inverse(m), device)
-    source, target = torch.randn(2**25, device=device), torch.empty(2**25, device=device)
-    moved = 2 * 4 * 2**25 / _best(lambda: target.copy_(source), device)
-    return Roofline(product, rates, moved)
-
-
-def _best(run: Callable[[], object], device: str, times: int = 7) -> float:
-    run()
-    found = []
-    for _ in range(times):
-        _wait(device)
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        found.append(time.perf_counter() - start)
-    return float(np.median(found))
-
-
-def _seeded(device: str) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
 
 
 def _wait(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Suites of benchmarks, each one record: steps of ours and of peers in turn, targets, growth, predictions."""
+"""Suites of benchmarks, each one record: steps of ours and of peers in turn, targets, growth."""
 
 __all__ = ["SUITES", "run_suite"]
 
@@ -10,8 +10,7 @@ import torch
 
 from support_tokens.benchmark import peers
 from support_tokens.benchmark.generation import generation_steps
-from support_tokens.benchmark.measure import Step, Timing, in_turn, machine, measure_roofline, peak_memory, ratio
-from support_tokens.benchmark.plan import SHAPES, Roofline, barrier_counts, plain_counts
+from support_tokens.benchmark.measure import Step, Timing, in_turn, machine, peak_memory, ratio
 from support_tokens.benchmark.tasks import (
     barrier_step,
     law_penalty,
@@ -24,7 +23,7 @@ from support_tokens.errors import ArgumentError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import state_margins
 from support_tokens.models import capture_attention, checked_device
-from support_tokens.report.records import BenchmarkArm, BenchRecord, Check, Prediction
+from support_tokens.report.records import BenchmarkArm, BenchRecord, Check
 
 SUITES = ("targets", "peers", "smoke", "generate")
 """`targets`: all of the targets and peers, in minutes; `peers`: SmallGPT only; `smoke`: all of it on toy sizes;
@@ -58,7 +57,7 @@ def run_suite(
     if suite != "peers":
         run.smollm2(length=32 if toy else 512)
         run.growth((16, 32) if toy else (128, 256, 512, 1024))
-    return BenchRecord(suite, machine(device), tuple(run.arms), tuple(run.checks), tuple(run.predictions))
+    return BenchRecord(suite, machine(device), tuple(run.arms), tuple(run.checks))
 
 
 class _Run:
@@ -68,9 +67,6 @@ class _Run:
         self.rounds, self.device, self.log = rounds, device, log
         self.arms: list[BenchmarkArm] = []
         self.checks: list[Check] = []
-        self.predictions: list[Prediction] = []
-        log("rates of this machine")
-        self.roofline: Roofline = measure_roofline(device)
 
     def timed(
         self, group: str, steps: dict[str, Step], *, rounds: int | None = None, memory: bool = False
@@ -87,10 +83,6 @@ class _Run:
     def check(self, name: str, measured: float, most: float) -> None:
         """Holds a figure to the most it may be."""
         self.checks.append(Check(name, measured, f"at most {most:g}", measured <= most))
-
-    def predict(self, name: str, predicted: float, arm: BenchmarkArm) -> None:
-        """Puts a predicted time beside the measured one."""
-        self.predictions.append(Prediction(name, predicted, Timing(arm.seconds).median))
 
     def small_gpt(self, batch: int, length: int) -> None:
         """SmallGPT: ours and the peers, one step each in turn."""
@@ -120,10 +112,6 @@ class _Run:
         ours = found["prior, all positions"]
         self.check("SmallGPT, prior of rank 32, all positions: time", ours.ratio, 1.15)
         self.check("SmallGPT, prior of rank 32, all positions: peak memory", ours.memory_ratio or math.inf, 1.10)
-        base = self.roofline.seconds(plain_counts(SHAPES["small-gpt"], batch, length))
-        added = self.roofline.seconds(barrier_counts(SHAPES["small-gpt"], batch, length, source="prior"))
-        self.predict("SmallGPT plain step, s", base, found["plain"])
-        self.predict("SmallGPT step with the law, s", base + added, ours)
 
     def against_autograd(self, length: int) -> None:
         """The law's penalty and gradient: ours, and the two ways that autograd offers, at the same work."""
@@ -165,14 +153,8 @@ class _Run:
             arm = found[f"model, {count} positions"]
             self.check(f"SmolLM2-135M shape, {count} positions: time", arm.ratio, most)
             self.check(f"SmolLM2-135M shape, {count} positions: peak memory", arm.memory_ratio or math.inf, 1.05)
-        shape = SHAPES["smollm2-135m"]
-        base = self.roofline.seconds(plain_counts(shape, 2, length))
-        added = self.roofline.seconds(barrier_counts(shape, 2, length, positions=many))
-        self.predict("SmolLM2-135M plain step, s", base, found["plain"])
-        self.predict(f"SmolLM2-135M step with {many} positions, s", base + added, found[f"model, {many} positions"])
         optimiser.zero_grad()
-        alone = self.timed("SmolLM2-135M penalty by itself", {"ours": model_penalty(task, many)}, rounds=3)["ours"]
-        self.predict(f"SmolLM2-135M penalty of {many} positions by itself, s", added, alone)
+        self.timed("SmolLM2-135M penalty by itself", {"ours": model_penalty(task, many)}, rounds=3)
         self._analysis(task.model.eval(), task.ids[:1])
 
     @torch.no_grad()
@@ -211,8 +193,6 @@ class _Run:
             _exponent(counts, list(self.timed("growth in positions", steps).values())),
             1.1,
         )
-        added = self.roofline.seconds(barrier_counts(SHAPES["small-gpt"], 8, length, source="prior"))
-        self.predict("penalty of the law by itself, 8 sequences, s", added, self.arms[-4])
 
 
 def _arm(group: str, name: str, times: dict[str, Timing], peaks: dict[str, int | None], first: str) -> BenchmarkArm:

@@ -13,7 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from support_tokens.benchmark import peers
 from support_tokens.benchmark.measure import Step
-from support_tokens.benchmark.plan import SHAPES
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import fused_penalty
 from support_tokens.models import capture_attention
@@ -35,12 +34,11 @@ class Task:
 def small_gpt_task(batch: int = 16, length: int = 256, *, dropout: float = 0.0, device: str = "cpu") -> Task:
     """SmallGPT, D = 128, on random characters."""
     torch.manual_seed(0)
-    shape = SHAPES["small-gpt"]
     config = GPT2Config(
-        vocab_size=shape.vocabulary,
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        n_embd=shape.width,
+        vocab_size=100,
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
         n_positions=length,
         activation_function="gelu_pytorch_tanh",
         embd_pdrop=dropout,
@@ -49,30 +47,29 @@ def small_gpt_task(batch: int = 16, length: int = 256, *, dropout: float = 0.0, 
         bos_token_id=None,
         eos_token_id=None,
     )
-    return _task(GPT2LMHeadModel(config), shape.vocabulary, batch, length, device)
+    return _task(GPT2LMHeadModel(config), batch, length, device)
 
 
 def smollm2_task(batch: int = 2, length: int = 512, *, device: str = "cpu") -> Task:
     """The shape of SmolLM2-135M with random weights, on random tokens."""
     torch.manual_seed(0)
-    shape = SHAPES["smollm2-135m"]
     config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.width,
-        intermediate_size=shape.mlp_width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
         tie_word_embeddings=True,
         max_position_embeddings=max(2048, length),
     )
-    return _task(LlamaForCausalLM(config), shape.vocabulary, batch, length, device)
+    return _task(LlamaForCausalLM(config), batch, length, device)
 
 
-def _task(model: Any, vocabulary: int, batch: int, length: int, device: str) -> Task:
+def _task(model: Any, batch: int, length: int, device: str) -> Task:
     # The class does not say which loss is its own, and transformers then warns before it takes the same one.
     model.loss_type = "ForCausalLM"
-    ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
     return Task(model.to(device).train(), ids.to(device))
 
 

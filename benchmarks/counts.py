@@ -1,4 +1,4 @@
-r"""What a barrier costs on a model that is not here: operations counted, times from measured rates.
+r"""Operations of a training step with and without the barrier, counted from the sizes of a model.
 
 Counted are multiply-add operations (two each) of forward and backward pass. Per position and layer of the model's own
 attention, with $K = \min(H R_v, D)$ and a mean reach of S keys,
@@ -10,7 +10,7 @@ and $12\, D\, H R_v\, D$ for $W_O$ where $H R_v > D$; for the law $6 S R^2 + 2 R
 $12\, L\, H R\, T$ for its attention.
 """
 
-__all__ = ["SHAPES", "Counts", "Plan", "Roofline", "Shape", "barrier_counts", "plain_counts", "plan_step", "shape_of"]
+__all__ = ["SHAPES", "Counts", "Shape", "barrier_counts", "mean_reach", "plain_counts", "shape_of"]
 
 import json
 import math
@@ -225,116 +225,3 @@ def barrier_counts(
     matrices = max(1, min(24, 2**26 // (side * side * item)))
     held = item * (3 * matrices * side * side + 6 * 64 * side * width + 3 * batch * length * width * (heads + 2))
     return Counts(per_position * count + shared, 2.0 * side**3 * count, side, moved, held)
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Rates that a machine reaches, measured or given.
-
-    Args:
-        product: Operations a second of matrix products of the step.
-        elimination: Side of matrices to operations a second of elimination.
-        memory: Bytes a second.
-    """
-
-    product: float
-    elimination: dict[int, float]
-    memory: float
-
-    def rate(self, side: int) -> float:
-        """Operations a second of elimination at a side: between measured sides by interpolation of logarithms, outside
-        of them the nearest.
-
-        Example:
-            >>> Roofline(1e9, {10: 1e8, 1000: 1e10}, 1e9).rate(100)
-            1000000000.0
-        """
-        known = sorted(self.elimination)
-        if side <= known[0] or side >= known[-1]:
-            return self.elimination[known[0] if side <= known[0] else known[-1]]
-        upper = next(k for k in known if k >= side)
-        lower = known[known.index(upper) - 1]
-        share = math.log(side / lower) / math.log(upper / lower)
-        return round(self.elimination[lower] ** (1 - share) * self.elimination[upper] ** share, 3)
-
-    def seconds(self, counts: Counts) -> float:
-        """Time of some work: products, eliminations and passes over memory one after the other."""
-        spent = counts.product / self.product + counts.moved / self.memory
-        return spent + (counts.elimination / self.rate(counts.side) if counts.side else 0.0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A predicted step with and without the barrier, on each of N devices that share the batch.
-
-    Args:
-        plain: Work of the plain step.
-        barrier: Work that the barrier adds.
-        plain_seconds: Its predicted time.
-        barrier_seconds: Predicted time that the barrier adds.
-    """
-
-    plain: Counts
-    barrier: Counts
-    plain_seconds: float
-    barrier_seconds: float
-
-    @property
-    def time_ratio(self) -> float:
-        """Step with the barrier over the plain one."""
-        return 1 + self.barrier_seconds / self.plain_seconds
-
-    @property
-    def memory_ratio(self) -> float:
-        """Peak above weights and optimiser with the barrier over the plain one."""
-        return 1 + self.barrier.memory / self.plain.memory
-
-
-def plan_step(
-    shape: Shape,
-    roofline: Roofline,
-    *,
-    batch: int,
-    length: int,
-    source: str = "model",
-    positions: int | None = None,
-    rank: int = 32,
-    devices: int = 1,
-    item: int = 4,
-) -> Plan:
-    """Predicts a training step with the barrier of one layer.
-
-    Args:
-        shape: The model.
-        roofline: Rates of one device.
-        batch: B over all devices.
-        length: T.
-        source: `model` or `prior`.
-        positions: n of each sequence; None: all.
-        rank: R of the law.
-        devices: N; sequences, or positions where there are fewer sequences, are shared evenly.
-        item: Bytes of a number in the plain step; the barrier computes in 4.
-
-    Example:
-        >>> rates = Roofline(1e14, {32: 1e12, 4096: 2e13}, 2e12)
-        >>> plan = plan_step(shape_of("8b"), rates, batch=8, length=8192, positions=16, devices=8)
-        >>> plan.time_ratio > 1
-        True
-    """
-    if devices < 1 or batch < 1 or length < 1:
-        raise ArgumentError(f"devices, batch and length must be at least 1, received {devices}, {batch} and {length}.")
-    plain = _shared(plain_counts(shape, batch, length, item=item), devices)
-    added = _shared(
-        barrier_counts(shape, batch, length, source=source, positions=positions, rank=rank), min(devices, batch)
-    )
-    return Plan(plain, added, roofline.seconds(plain), roofline.seconds(added))
-
-
-def _shared(counts: Counts, devices: int) -> Counts:
-    return Counts(
-        counts.product / devices,
-        counts.elimination / devices,
-        counts.side,
-        counts.moved / devices,
-        counts.memory / devices,
-    )
