@@ -29,7 +29,7 @@ from support_tokens.training import load_corpus
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprise_nats")
+FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprisal_nats")
 
 
 def passages(tokenizer, corpora: dict[str, int], tokens: int) -> list[tuple[str, list[int]]]:

@@ -9,8 +9,8 @@ from sklearn.preprocessing import StandardScaler
 
 from support_tokens.generation.selective import (
     ScoreTable,
-    control_error_share,
-    control_selective_risk,
+    conformal_risk_control,
+    learn_then_test,
     measure_threshold,
     risk_coverage,
 )
@@ -153,7 +153,7 @@ def thresholds(found: Set, risks: Mapping[str, float]) -> list[dict]:
     """Thresholds calibrated on the validation windows of each seed, and what they do on the test windows."""
     rows = []
     margin = next(n for n in found.names if n.startswith("NegativeLogMargin"))
-    for kind, control in (("error share", control_error_share), ("selective risk", control_selective_risk)):
+    for kind, control in (("error share", conformal_risk_control), ("selective risk", learn_then_test)):
         for name in (ENTROPY, "MaximumTokenProbability", margin):
             outcomes, abstained = [], 0
             for validation, test in zip(found.validation, found.test, strict=True):

@@ -32,7 +32,7 @@ class Numbers:
 def figures_of(record):
     """All figures of a record, as one tensor a name, tokens of all entries in a row."""
     tokens = [token for entry in record.layers for token in entry.tokens]
-    names = ("log_abs_det", "sigma_min", "gradient_share", "surprise_nats")
+    names = ("log_abs_det", "sigma_min", "gradient_share", "surprisal_nats")
     found = {name: torch.tensor([getattr(t, name) for t in tokens if getattr(t, name) is not None]) for name in names}
     found["per_head"] = torch.tensor([t.per_head for t in tokens])
     return {name: value.double() for name, value in found.items()}, [(t.sign, t.coupling_sign) for t in tokens]
@@ -58,9 +58,9 @@ def test_figures_are_those_of_autograds_jacobians(family) -> None:
         eigenvalues = torch.linalg.eigvals((dense + dense.mT) / 2).real
         dominant = eigenvalues.gather(-1, eigenvalues.abs().argmax(-1, keepdim=True)).squeeze(-1)
         assert_close(get("coupling_sign"), dominant.sign(), rtol=0, atol=0)
-        assert entry.tokens[0].surprise_nats is None
+        assert entry.tokens[0].surprisal_nats is None
         for t in range(1, len(IDS)):
-            assert math.isclose(entry.tokens[t].surprise_nats, -logits[t - 1, IDS[t]].item(), abs_tol=1e-9)
+            assert math.isclose(entry.tokens[t].surprisal_nats, -logits[t - 1, IDS[t]].item(), abs_tol=1e-9)
 
 
 def test_head_figures_are_those_of_the_model_with_the_other_heads_silenced() -> None:
@@ -122,15 +122,15 @@ def test_a_token_of_a_later_window_is_that_of_the_window_alone() -> None:
     assert [t.position for t in whole] == [6, 7, 8, 9]
     for one, other in zip(alone, whole, strict=True):
         assert math.isclose(one.log_abs_det, other.log_abs_det, rel_tol=1e-10, abs_tol=1e-10)
-        assert math.isclose(one.surprise_nats, other.surprise_nats, rel_tol=1e-10)
+        assert math.isclose(one.surprisal_nats, other.surprisal_nats, rel_tol=1e-10)
     assert math.isclose(sum(t.gradient_share for t in record.select().tokens), 1.0, rel_tol=1e-12)
     assert "2 tokens before it" in record.notes[0]
     assert (record.window, record.overlap) == (6, 2)
 
 
-def test_a_token_without_context_has_no_surprise() -> None:
+def test_a_token_without_context_has_no_surprisal() -> None:
     record = analyze_texts(tiny_model("gpt2"), Numbers(), {"d": MANY["d"]}, window=4, overlap=0)
-    assert [t.position for t in record.select().tokens if t.surprise_nats is None] == [0, 4, 8]
+    assert [t.position for t in record.select().tokens if t.surprisal_nats is None] == [0, 4, 8]
 
 
 def test_what_was_done_survives_an_interruption(monkeypatch) -> None:
@@ -175,7 +175,7 @@ def test_an_interruption_is_heard_within_a_window() -> None:
 
 def test_figures_can_be_left_out() -> None:
     model = tiny_model("gpt2")
-    names = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprise_nats")
+    names = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprisal_nats")
     whole = analyze(model, Numbers(), IDS).select().tokens
     bare = analyze(model, Numbers(), IDS, without=names).select().tokens
     assert [t.log_abs_det for t in bare] == [t.log_abs_det for t in whole]
@@ -280,10 +280,10 @@ def test_a_model_that_gives_no_finite_figures_is_named() -> None:
     model = tiny_model("gpt2")
     with torch.no_grad():
         model.transformer.h[0].attn.c_proj.weight.fill_(float("nan"))
-    with pytest.raises(NumericalError, match="surprise of a token is not finite"):
+    with pytest.raises(NumericalError, match="surprisal of a token must be finite"):
         analyze(model, Numbers(), IDS)
     with pytest.raises(NumericalError, match="the Jacobian of layer 0 is not finite"):
-        analyze(model, Numbers(), IDS, without=("surprise_nats",))
+        analyze(model, Numbers(), IDS, without=("surprisal_nats",))
     with pytest.raises(NumericalError, match="log_abs_det of layer 0 is not finite"):
         analyze(model, Numbers(), IDS, without=FIGURES)
 

@@ -66,7 +66,7 @@ def test_predictive_quantities_are_those_of_a_categorical_distribution() -> None
     law = torch.distributions.Categorical(logits=logits)
     p = law.probs
     assert_close(found["entropy"], -torch.xlogy(p, p).sum(-1))
-    assert_close(found["log_top"], p.amax(-1).log())
+    assert_close(found["log_max_prob"], p.amax(-1).log())
     assert_close(found["log_chosen"], law.log_prob(ids))
 
 

@@ -8,8 +8,8 @@ from support_tokens.errors import ArgumentError
 from support_tokens.generation.selective import (
     ScoreTable,
     betting_p_value,
-    control_error_share,
-    control_selective_risk,
+    conformal_risk_control,
+    learn_then_test,
     measure_threshold,
 )
 
@@ -48,7 +48,7 @@ def test_conformal_threshold_is_the_largest_that_satisfies_its_definition(prefix
     valid = draws.random(score.shape) < 0.8
     valid[:, 0] = True
     scores = np.where(valid, score, np.nan)  # what stands at padding is not looked at
-    found = control_error_share(scores, error, risk=RISK, valid=valid, prefix=prefix, signal="entropy")
+    found = conformal_risk_control(scores, error, risk=RISK, valid=valid, prefix=prefix, signal="entropy")
     satisfied = [
         u for u in np.unique(score) if (30 * naive_shares(score, error, valid, u, prefix)[1] + 1) / 31 <= RISK + 1e-12
     ]
@@ -69,7 +69,7 @@ def test_expected_error_share_is_kept_and_not_by_much(prefix: bool) -> None:
     losses = []
     for _ in range(400):
         rows = draws.integers(len(score), size=30)
-        threshold = control_error_share(score[rows], error[rows], risk=RISK, prefix=prefix)
+        threshold = conformal_risk_control(score[rows], error[rows], risk=RISK, prefix=prefix)
         losses.append(measure_threshold(threshold, score, error).error_share)
     tolerance = 4 * np.std(losses) / np.sqrt(len(losses))
     assert RISK - 2 / 31 - tolerance <= np.mean(losses) <= RISK + tolerance
@@ -77,8 +77,8 @@ def test_expected_error_share_is_kept_and_not_by_much(prefix: bool) -> None:
 
 def test_tokens_of_few_sequences_are_no_many_draws() -> None:
     """Each sequence counts once, however long: the correction is 1 / (n + 1) and never 1 / (n T + 1)."""
-    assert control_error_share(np.zeros((5, 1000)), np.zeros((5, 1000)), risk=0.16).abstains
-    assert not control_error_share(np.zeros((6, 1000)), np.zeros((6, 1000)), risk=0.16).abstains
+    assert conformal_risk_control(np.zeros((5, 1000)), np.zeros((5, 1000)), risk=0.16).abstains
+    assert not conformal_risk_control(np.zeros((6, 1000)), np.zeros((6, 1000)), risk=0.16).abstains
 
 
 @pytest.mark.parametrize(("steep", "prefix"), [(1.0, False), (1.0, True), (-0.3, False)])
@@ -90,7 +90,7 @@ def test_selective_risk_is_kept_with_the_stated_confidence(steep: float, prefix:
     broken = answered = 0
     for _ in range(200):
         rows = draws.integers(len(score), size=120)
-        threshold = control_selective_risk(score[rows], error[rows], risk=0.25, confidence=0.8, prefix=prefix)
+        threshold = learn_then_test(score[rows], error[rows], risk=0.25, confidence=0.8, prefix=prefix)
         outcome = measure_threshold(threshold, score, error)
         broken += outcome.risk is not None and outcome.risk > 0.25
         answered += not threshold.abstains
@@ -127,7 +127,7 @@ def test_p_value_is_valid_at_the_boundary(level: float) -> None:
 
 def test_a_threshold_that_nothing_reaches_abstains_and_says_so() -> None:
     score, error = np.random.default_rng(8).random((50, 6)), np.ones((50, 6))
-    for found in (control_error_share(score, error, risk=0.01), control_selective_risk(score, error, risk=0.2)):
+    for found in (conformal_risk_control(score, error, risk=0.01), learn_then_test(score, error, risk=0.2)):
         assert found.abstains
         assert found.stop_above == {"score": -np.inf}
         assert found.sentence.startswith("No threshold of score keeps the")
@@ -140,14 +140,14 @@ def test_one_decision_a_sequence() -> None:
     draws = np.random.default_rng(9)
     score = draws.random(600)
     error = draws.random(600) < score
-    found = control_selective_risk(score, error, risk=0.3, signal="Perplexity")
+    found = learn_then_test(score, error, risk=0.3, signal="Perplexity")
     assert found.value is not None
     assert 0.35 < found.value < 0.62
     assert "Answering while Perplexity is at most" in found.sentence
     assert "selective risk at or below 0.3 with confidence 0.95, calibrated on 600 sequences" in found.sentence
 
 
-@pytest.mark.parametrize("control", [control_error_share, control_selective_risk])
+@pytest.mark.parametrize("control", [conformal_risk_control, learn_then_test])
 def test_order_of_sequences_and_padding(control) -> None:
     score, error = population(10, count=60)
     padded = [np.concatenate((a, np.full((60, 3), np.nan)), axis=1) for a in (score, error)]
@@ -167,7 +167,7 @@ def test_order_of_sequences_and_padding(control) -> None:
         ({"score": np.zeros((2, 2)), "error": np.zeros((2, 2)), "risk": 1.0}, "risk must lie between 0 and 1"),
     ],
 )
-@pytest.mark.parametrize("control", [control_error_share, control_selective_risk])
+@pytest.mark.parametrize("control", [conformal_risk_control, learn_then_test])
 def test_errors_say_what_to_do(control, arguments: dict, text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         control(**{"risk": 0.1, **arguments})
@@ -175,5 +175,5 @@ def test_errors_say_what_to_do(control, arguments: dict, text: str) -> None:
 
 def test_one_sequence_is_too_few_to_test() -> None:
     with pytest.raises(ArgumentError, match="needs two sequences or more, received 1"):
-        control_selective_risk([[0.1]], [[0]], risk=0.1)
+        learn_then_test([[0.1]], [[0]], risk=0.1)
     assert ScoreTable.of([[0.1, 0.2]], [[0, 1]]).sequences == 1

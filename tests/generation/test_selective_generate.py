@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support_tokens.generation import generate
-from support_tokens.generation.selective import Outcome, Threshold, control_error_share, measure_threshold
+from support_tokens.generation.selective import Outcome, Threshold, conformal_risk_control, measure_threshold
 from support_tokens.generation.signals import score_tokens
 from support_tokens.models import build_small_gpt, character_tokenizer, encode
 
@@ -43,7 +43,7 @@ def test_generation_ends_where_the_threshold_ends_a_sequence(written) -> None:
 def test_what_abstains_writes_nothing(written) -> None:
     model, tokenizer, prompts, options, free = written
     score = np.array([[token.signals[SIGNAL] for token in one.tokens] for one in free])
-    threshold = control_error_share(score, np.ones(score.shape), risk=0.1, signal=SIGNAL)
+    threshold = conformal_risk_control(score, np.ones(score.shape), risk=0.1, signal=SIGNAL)
     assert threshold.stop_above == {SIGNAL: -math.inf}
     assert not any(
         one.tokens for one in generate(model, tokenizer, prompts, stop_above=threshold.stop_above, **options)

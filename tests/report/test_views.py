@@ -116,6 +116,13 @@ def test_page_is_the_same_each_time_and_from_json_alone() -> None:
     assert "a" in printed(views.margins_renderable(made))
 
 
+def test_a_record_with_the_former_name_of_surprisal_is_read() -> None:
+    record = sample_record()
+    former = json.dumps(record_to_json(record)).replace("surprisal_nats", "surprise_nats")
+    assert "surprise_nats" in former
+    assert record_from_json(json.loads(former)) == record
+
+
 def test_without_script_the_support_tokens_are_there() -> None:
     page = views.margins_html(sample_record(layers=(0,), views=("noise",)), k=2)
     (body,) = re.findall(r"<noscript>(.*?)</noscript>", page, flags=re.DOTALL)

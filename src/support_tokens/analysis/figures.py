@@ -14,7 +14,7 @@ from support_tokens.margins.linalg import full_precision, safe_slogdet
 from support_tokens.models import capture_attention
 from support_tokens.report.records import Window
 
-FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprise_nats")
+FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprisal_nats")
 """Figures beside sign and log|det|; each costs time, and none is needed for the others."""
 
 _CHUNK_BYTES = 32 * 2**20
@@ -63,7 +63,7 @@ def measure_windows(
         tick: Called with the share of the work that is done, from 0 to 1.
 
     Returns:
-        For each window its figures by layer and view, and its surprises.
+        For each window its figures by layer and view, and its surprisals.
 
     Raises:
         NumericalError: A figure is not finite.
@@ -82,8 +82,8 @@ def measure_windows(
         given = None if bool(mask.all()) else mask
         logits = model(input_ids=input_ids, attention_mask=given, use_cache=False).logits
     states = captured.states(given)
-    surprises = [
-        _surprise(logits[row], input_ids[row], window) if "surprise_nats" in figures else None
+    surprisals = [
+        _surprisals(logits[row], input_ids[row], window) if "surprisal_nats" in figures else None
         for row, window in enumerate(windows)
     ]
     del logits
@@ -104,7 +104,7 @@ def measure_windows(
         for view, parts in parts_of.items():
             for row, count in enumerate(counts):
                 found[row][layer, view] = _measured({name: part[row, :count] for name, part in parts.items()}, layer)
-    return found, surprises
+    return found, surprisals
 
 
 def _of_state(
@@ -191,7 +191,7 @@ def _not_finite(name: str, layer: int) -> NumericalError:
     )
 
 
-def _surprise(logits: Tensor, ids: Tensor, window: Window) -> list[float | None]:
+def _surprisals(logits: Tensor, ids: Tensor, window: Window) -> list[float | None]:
     r"""$-\log p$ of each new token, nats; None where nothing stands before it."""
     first, stop = window.first - window.start, window.stop - window.start
     begin = max(first, 1)
@@ -201,8 +201,8 @@ def _surprise(logits: Tensor, ids: Tensor, window: Window) -> list[float | None]
     values = (rows.logsumexp(-1) - taken).tolist()
     if not all(value < float("inf") for value in values):
         raise NumericalError(
-            "The surprise of a token is not finite, where the model must give every token a probability; load it in "
-            "float32 and check its weights."
+            "the surprisal of a token must be finite, received infinity or NaN; load the model in "
+            "and check its weights."
         )
     return [*[None] * (begin - first), *values]
 

@@ -52,7 +52,7 @@ def analyze_texts(
         overlap: Tokens repeated as context; None: a quarter of the window.
         batch_size: Windows of one forward pass.
         without: Figures that are not wanted, of `sigma_min`, `gradient_share`, `coupling_sign`, `per_head`,
-            `surprise_nats`; the first three need the D x D matrix of every token and much time in wide models.
+            `surprisal_nats`; the first three need the D x D matrix of every token and much time in wide models.
         name: What the record calls the model; None: its `name_or_path`, or its class.
         progress: Called with the numbers of tokens done and of all tokens.
 
@@ -163,7 +163,7 @@ def _ids(model: nn.Module, tokenizer: Any, label: str, text: str | Sequence[int]
 def _entries(
     place: int, ids: Sequence[int], shown: Sequence[TokenText], made: Sequence[_Figures]
 ) -> list[LayerMargins]:
-    surprises = [s for _, own in made for s in (own or [])] or [None] * len(shown)
+    surprisals = [s for _, own in made for s in (own or [])] or [None] * len(shown)
     entries = []
     for layer, view in made[0][0]:
         parts = [figures[layer, view] for figures, _ in made]
@@ -175,7 +175,7 @@ def _entries(
         tokens = tuple(
             TokenMargin(
                 position=t, id=ids[t], token=shown[t].token, sign=sign[t], log_abs_det=margin[t], sigma_min=sigma[t],
-                rankable=rankable[t], shown=shown[t].shown, surprise_nats=surprises[t], gradient_share=shares[t],
+                rankable=rankable[t], shown=shown[t].shown, surprisal_nats=surprisals[t], gradient_share=shares[t],
                 coupling_sign=coupling[t], per_head=heads[t],
             )
             for t in range(len(sign))

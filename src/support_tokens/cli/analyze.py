@@ -47,7 +47,7 @@ def analyze(
     batch_size: Annotated[int, typer.Option(help="Windows of one forward pass.")] = 4,
     without: Annotated[
         str,
-        typer.Option(help="Figures to leave out: sigma_min, gradient_share, coupling_sign, per_head, surprise_nats."),
+        typer.Option(help="Figures to leave out: sigma_min, gradient_share, coupling_sign, per_head, surprisal_nats."),
     ] = "",
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="As torch names it.")] = "cpu",

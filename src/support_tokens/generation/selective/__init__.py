@@ -7,16 +7,16 @@ __all__ = [
     "Threshold",
     "auroc",
     "betting_p_value",
-    "control_error_share",
-    "control_selective_risk",
+    "conformal_risk_control",
     "expected_calibration_error",
+    "learn_then_test",
     "measure_threshold",
     "prediction_rejection_ratio",
     "risk_coverage",
     "risk_coverage_area",
 ]
 
-from support_tokens.generation.selective.calibration import betting_p_value, control_error_share, control_selective_risk
+from support_tokens.generation.selective.calibration import betting_p_value, conformal_risk_control, learn_then_test
 from support_tokens.generation.selective.metrics import (
     RiskCoverage,
     auroc,

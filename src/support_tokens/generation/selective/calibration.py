@@ -11,7 +11,7 @@ $u_t \le \tau$ are answered:
 What must be exchangeable, or independent, is sequences. The tokens of a sequence depend on each other in any way.
 """
 
-__all__ = ["betting_p_value", "control_error_share", "control_selective_risk"]
+__all__ = ["betting_p_value", "conformal_risk_control", "learn_then_test"]
 
 import math
 
@@ -26,7 +26,7 @@ CANDIDATES = 256
 """Thresholds that are tried at most where each is a test of its own."""
 
 
-def control_error_share(
+def conformal_risk_control(
     score: ArrayLike,
     error: ArrayLike,
     *,
@@ -63,10 +63,10 @@ def control_error_share(
         Angelopoulos, Bates, Fisch, Lei and Schuster, "Conformal Risk Control", ICLR 2024 (arXiv:2208.02814), theorem 1.
 
     Example:
-        >>> threshold = control_error_share([[0.1, 0.6]] * 9, [[0, 1]] * 9, risk=0.2, signal="entropy")
+        >>> threshold = conformal_risk_control([[0.1, 0.6]] * 9, [[0, 1]] * 9, risk=0.2, signal="entropy")
         >>> threshold.stop_above
         {'entropy': 0.1}
-        >>> control_error_share([[0.1, 0.6]] * 3, [[0, 1]] * 3, risk=0.2).abstains
+        >>> conformal_risk_control([[0.1, 0.6]] * 3, [[0, 1]] * 3, risk=0.2).abstains
         True
     """
     _check_share(risk, "risk")
@@ -82,7 +82,7 @@ def control_error_share(
     return Threshold(signal, value, prefix, "error share", risk, None, count, data.outcome(value))
 
 
-def control_selective_risk(
+def learn_then_test(
     score: ArrayLike,
     error: ArrayLike,
     *,
@@ -110,7 +110,7 @@ def control_selective_risk(
         confidence: Between 0 and 1.
         valid: False at padding, same shape.
         signal: Name of the signal, for `generate`.
-        prefix: As in `control_error_share`.
+        prefix: As in `conformal_risk_control`.
         pilot: Share of the sequences that choose the order of testing, between 0 and 1.
 
     Returns:
@@ -126,7 +126,7 @@ def control_selective_risk(
         >>> draws = np.random.default_rng(0)
         >>> score = draws.random((400, 20))
         >>> error = draws.random((400, 20)) < score
-        >>> threshold = control_selective_risk(score, error, risk=0.3, prefix=False, signal="entropy")
+        >>> threshold = learn_then_test(score, error, risk=0.3, prefix=False, signal="entropy")
         >>> 0.45 < threshold.value < 0.6
         True
         >>> threshold.kind, threshold.confidence, threshold.measured.coverage > 0.45
@@ -137,9 +137,7 @@ def control_selective_risk(
     data = scored_sequences(score, error, valid, prefix=prefix)
     count = len(data.score)
     if count < 2:
-        raise ArgumentError(
-            f"control_selective_risk needs two sequences or more, received {count}; calibrate on hundreds."
-        )
+        raise ArgumentError(f"learn_then_test needs two sequences or more, received {count}; calibrate on hundreds.")
     first = min(max(1, round(pilot * count)), count - 1)
     scout, test = data.part(slice(first)), data.part(slice(first, None))
     distinct = np.unique(scout.score[np.isfinite(scout.score)])

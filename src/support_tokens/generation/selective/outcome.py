@@ -171,8 +171,8 @@ def measure_threshold(
     r"""What a calibrated threshold does to other sequences, arguments as in `scored_sequences`.
 
     Example:
-        >>> from support_tokens.generation.selective import control_error_share
-        >>> threshold = control_error_share([[0.1, 0.6]] * 9, [[0, 1]] * 9, risk=0.2)
+        >>> from support_tokens.generation.selective import conformal_risk_control
+        >>> threshold = conformal_risk_control([[0.1, 0.6]] * 9, [[0, 1]] * 9, risk=0.2)
         >>> measure_threshold(threshold, [[0.0, 0.2, 0.1]], [[0, 0, 1]])
         Outcome(coverage=0.3333333333333333, error_share=0.0)
     """

@@ -1,4 +1,4 @@
-r"""What the predictive distribution of each position says of itself: pure functions of logits.
+r"""Entropy and log-probabilities of the next-token distribution at each position: functions of logits.
 
 $$ H_t = -\sum_v p_t(v) \log p_t(v), \qquad \max_v \log p_t(v), \qquad \log p_t(x_{t+1}). $$
 """
@@ -8,7 +8,7 @@ __all__ = ["predictive_quantities"]
 import torch
 from torch import Tensor
 
-# Numbers of one chunk of log-probabilities: beside the logits, which the model holds, little more is held.
+# Numbers in one chunk of log-probabilities, small beside the logits, which are in memory anyway.
 _CHUNK = 2**23
 
 
@@ -20,8 +20,8 @@ def predictive_quantities(logits: Tensor, following: Tensor | None = None) -> di
         following: Ids of the tokens that follow, `(B, n)`; negative where none is known. None: nowhere.
 
     Returns:
-        `entropy`, `log_top` and `log_chosen`, each `(B, n)`; `log_chosen` is NaN where no token is known, and all three
-        are NaN where a logit is.
+        `entropy`, `log_max_prob` and `log_chosen`, each `(B, n)`; `log_chosen` is NaN where no token is known, and all
+        three are NaN where a logit is.
 
     Example:
         >>> found = predictive_quantities(torch.zeros(1, 2, 4), torch.tensor([[3, -1]]))
@@ -31,10 +31,10 @@ def predictive_quantities(logits: Tensor, following: Tensor | None = None) -> di
     batch, count, vocabulary = logits.shape
     dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
     size = max(1, _CHUNK // max(1, batch * vocabulary))
-    parts: dict[str, list[Tensor]] = {"entropy": [], "log_top": [], "log_chosen": []}
+    parts: dict[str, list[Tensor]] = {"entropy": [], "log_max_prob": [], "log_chosen": []}
     for begin in range(0, count, size):
         log_p = torch.log_softmax(logits[:, begin : begin + size].to(dtype), dim=-1)
-        parts["log_top"].append(log_p.amax(-1))
+        parts["log_max_prob"].append(log_p.amax(-1))
         if following is None:
             parts["log_chosen"].append(torch.full_like(log_p[..., 0], torch.nan))
         else:

@@ -104,7 +104,8 @@ def score_sequences(
         layers: Indices of blocks.
         view: `noise` or `block`.
         law: Law of the embeddings that enter block 0.
-        signals: Names of `SEQUENCE_SIGNALS`; None: all but the dear one and those that need a law where there is none.
+        signals: Names of `SEQUENCE_SIGNALS`; None: all but the expensive ones, and those that need a law if none is
+            given.
         prompt_lengths: Real tokens of each sequence that are prompt, an integer or `(B,)`.
 
     Returns:

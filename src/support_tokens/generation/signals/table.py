@@ -29,7 +29,7 @@ class Quantities:
     r"""What n positions of B sequences were found to be, before it is made a signal.
 
     Args:
-        common: `entropy`, `log_top`, `log_chosen` and `log_density`, those that were wanted, `(B, n)`.
+        common: `entropy`, `log_max_prob`, `log_chosen` and `log_density`, those that were wanted, `(B, n)`.
         layers: By layer `log_abs_det`, `sign`, `sigma_min`, `log_pivot`, `rauq` `(B, n)`, `self_weight` and
             `confidence` `(B, H, n)`, those that were wanted.
         read: True at real tokens, `(B, n)`.
@@ -52,7 +52,7 @@ class Signal:
         of: From quantities to `(B, n)` for a token, or, with the positions that count, to `(B,)` for a sequence.
         scope: `text`: one of a text; `layer`: each layer has one of its own; `layers`: one of all layers at once.
         follows: Whether it needs the token that follows, and so says nothing of a prediction before that is known.
-        dear: Whether it is left out unless asked for.
+        expensive: Whether it is left out unless asked for.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Signal:
     of: Callable[..., Tensor]
     scope: Literal["text", "layer", "layers"] = "text"
     follows: bool = False
-    dear: bool = False
+    expensive: bool = False
 
 
 def _attention_score(q: Mapping[str, Tensor]) -> Tensor:
@@ -72,11 +72,11 @@ TOKEN_SIGNALS: dict[str, Signal] = {
     signal.name: signal
     for signal in (
         Signal("TokenEntropy", ("entropy",), lambda q: q["entropy"]),
-        Signal("MaximumTokenProbability", ("log_top",), lambda q: -q["log_top"]),
+        Signal("MaximumTokenProbability", ("log_max_prob",), lambda q: -q["log_max_prob"]),
         Signal("NegativeLogLikelihood", ("log_chosen",), lambda q: -q["log_chosen"], follows=True),
         Signal("NegativeLogMargin", ("log_abs_det",), lambda q: -q["log_abs_det"], scope="layer"),
         Signal("NegativeSign", ("sign",), lambda q: -q["sign"], scope="layer"),
-        Signal("NegativeSigmaMin", ("sigma_min",), lambda q: -q["sigma_min"], scope="layer", dear=True),
+        Signal("NegativeSigmaMin", ("sigma_min",), lambda q: -q["sigma_min"], scope="layer", expensive=True),
         Signal("AttentionScore", ("self_weight",), _attention_score, scope="layer"),
         Signal("HiddenScore", ("log_pivot",), lambda q: q["log_pivot"], scope="layer"),
         Signal("RAUQ", ("rauq",), lambda q: q["rauq"], scope="layer", follows=True),
@@ -116,7 +116,7 @@ SEQUENCE_SIGNALS: dict[str, Signal] = {
         Signal("MeanNegativeLogMargin", ("log_abs_det",), _mean("NegativeLogMargin"), scope="layer"),
         Signal("MaximumNegativeLogMargin", ("log_abs_det",), _largest("NegativeLogMargin"), scope="layer"),
         Signal("NegativeSignShare", ("sign",), _share_folded, scope="layer"),
-        Signal("MaximumNegativeSigmaMin", ("sigma_min",), _largest("NegativeSigmaMin"), scope="layer", dear=True),
+        Signal("MaximumNegativeSigmaMin", ("sigma_min",), _largest("NegativeSigmaMin"), scope="layer", expensive=True),
         Signal("AttentionScore", ("self_weight",), _sum("AttentionScore"), scope="layer"),
         Signal("HiddenScore", ("log_pivot",), _mean("HiddenScore"), scope="layer"),
         Signal("RAUQ", ("confidence", "self_weight"), _rauq, scope="layers", follows=True),
@@ -133,7 +133,7 @@ largest over the layers asked for, by the paper's formula; lm-polygraph adds 1 t
 def chosen_signals(
     table: Mapping[str, Signal], names: Sequence[str] | None, *, law: bool, default: Sequence[str] | None = None
 ) -> tuple[Signal, ...]:
-    """The entries of a table that were asked for; None: `default`, or all that are not dear and can be had.
+    """The entries of a table that were asked for; None: `default`, or all that are not expensive and can be had.
 
     Raises:
         ArgumentError: There is no such signal, or it needs a law and none is there.
@@ -145,7 +145,7 @@ def chosen_signals(
     if isinstance(names, str):
         raise ArgumentError(f"signals must be a sequence of names, received the text {names!r}; pass [{names!r}].")
     if names is None:
-        names = default or [s.name for s in table.values() if not s.dear and (law or "log_density" not in s.needs)]
+        names = default or [s.name for s in table.values() if not s.expensive and (law or "log_density" not in s.needs)]
     for name in names:
         if name not in table:
             raise ArgumentError(f"signals may name {', '.join(table)}, received {name!r}; choose of these.")

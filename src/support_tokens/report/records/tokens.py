@@ -22,6 +22,7 @@ from typing import Any
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.report.schema import decode, encode
 
+_RENAMED = {"surprise_nats": "surprisal_nats"}
 KIND = "token_margins"
 SCHEMA_VERSION = 1
 
@@ -40,7 +41,7 @@ class TokenMargin:
         valid: Whether this is a real token.
         rankable: Whether its margin may be ranked; False where it is 0 by structure.
         shown: How the token is shown where it is part of a character, None where `token` says it all.
-        surprise_nats: $-\log p(\text{token} \mid \text{what stands before it in its window})$; None without context.
+        surprisal_nats: $-\log p(\text{token} \mid \text{what stands before it in its window})$; None without context.
         gradient_share: $\lVert J_t^{-T} \rVert_F / \sum_s \lVert J_s^{-T} \rVert_F$ over the ranked tokens of the text:
             the part of the barrier's gradient $\partial(-\sum_s \log|\det J_s|)/\partial J$ that is this token's.
         coupling_sign: Sign of the eigenvalue of largest modulus of the symmetric part of $\partial\mu_t/\partial x_t$
@@ -57,7 +58,7 @@ class TokenMargin:
     valid: bool = True
     rankable: bool = True
     shown: str | None = None
-    surprise_nats: float | None = None
+    surprisal_nats: float | None = None
     gradient_share: float | None = None
     coupling_sign: int | None = None
     per_head: tuple[float, ...] | None = None
@@ -205,4 +206,12 @@ def record_from_json(payload: Any, *, whose: str = "the record") -> MarginRecord
     if not isinstance(payload, Mapping):
         raise RunFolderError(f"{whose}: an object of margins is required, received a {type(payload).__name__}.")
     payload = payload if "kind" in payload else {"kind": KIND, **payload}
+    payload = _with_current_names(payload)
     return decode(MarginRecord, payload, whose=whose, kind=KIND, schema_version=SCHEMA_VERSION)
+
+
+def _with_current_names(value: Any) -> Any:
+    """A payload in which fields that earlier releases wrote have their present names."""
+    if isinstance(value, Mapping):
+        return {_RENAMED.get(name, name): _with_current_names(entry) for name, entry in value.items()}
+    return [_with_current_names(entry) for entry in value] if isinstance(value, list) else value

@@ -75,7 +75,7 @@ def _panel(entry: LayerMargins, place: int) -> dict[str, Any]:
         "margin": _column(token.log_abs_det for token in tokens),
         "sigma": _column(token.sigma_min for token in tokens),
         "share": _column(token.gradient_share for token in tokens),
-        "surprise": _column(token.surprise_nats for token in tokens),
+        "surprise": _column(token.surprisal_nats for token in tokens),
         "coupling": [token.coupling_sign for token in tokens],
         "heads": [None if token.per_head is None else _column(token.per_head) for token in tokens],
     }

@@ -98,7 +98,7 @@ def _table(entry: LayerMargins, k: int) -> Table:
             _or_dash(token.sigma_min, 4),
             "−" if token.sign < 0 else "+" if token.sign else "0",
             "–" if token.gradient_share is None else f"{100 * token.gradient_share:.1f} %",
-            _or_dash(token.surprise_nats, 2),
+            _or_dash(token.surprisal_nats, 2),
         )
     return table
 
