@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import support_tokens.cli.bench  # noqa: F401  # adds the verb
+from command import run
 from support_tokens.benchmark import (
     Timing,
     in_turn,
@@ -17,7 +16,6 @@ from support_tokens.benchmark import (
     ratio,
     small_gpt_task,
 )
-from support_tokens.cli.verbs import app
 from support_tokens.errors import RunFolderError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import state_margins
@@ -86,10 +84,9 @@ def test_table_and_plot_are_made_from_the_record(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
-def test_the_verb_makes_a_table_again_without_measuring(tmp_path: Path) -> None:
+def test_the_verb_makes_a_table_again_without_measuring(monkeypatch, tmp_path: Path) -> None:
     record().to_json(tmp_path / "r.json")
-    out = CliRunner().invoke(app, ["bench", "--record", str(tmp_path / "r.json"), "--table", str(tmp_path / "t.md")])
-    assert out.exit_code == 0, out.output
+    assert run(monkeypatch, "bench", "--record", tmp_path / "r.json", "--table", tmp_path / "t.md") == 0
     assert (tmp_path / "t.md").read_text() == record_table(record())
 
 

@@ -132,7 +132,7 @@ def test_what_was_done_is_written_when_interrupted(monkeypatch, capsys, tmp_path
         (["--text", "a", "--layers", "x"], "--layers must be like"),
         (["--text", "a", "--layers", ""], "one block or more"),
         (["--text", "a", "--view", "both"], "view must be"),
-        (["--text", "a", "--without", "margin"], "received 'margin'"),
+        (["--text", "a", "--skip", "margin"], "received 'margin'"),
         (["--text", "a", "--dtype", "float16"], "dtype must be one of"),
         (["--text", "a", "--device", "toaster"], "device must be one that torch knows"),
         (["--text", "a", "--gguf-file", "x.gguf"], "there is no file"),

@@ -42,7 +42,7 @@ def test_text_is_streamed_and_its_signals_are_written(monkeypatch, capsys, tmp_p
 def test_draws_are_those_of_their_seed(monkeypatch, tmp_path, model) -> None:
     texts = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        words = ("--sample", "--adapt", "temperature:pivot=1,slope=0.5", "--top-p", 0.9, "--seed", seed)
+        words = ("--sample", "--margin-rule", "temperature:pivot=1,slope=0.5", "--top-p", 0.9, "--seed", seed)
         assert run(
             monkeypatch, "generate", "--model", model, "--prompt", "ab", "--max-new-tokens", 12, *words,
             "--json", tmp_path / name,
@@ -82,9 +82,9 @@ def test_an_interrupt_keeps_what_was_written(monkeypatch, capsys, tmp_path, mode
         (("--prompt", ""), "prompt 0 is empty"),
         (("--prompt", "a", "--prompt", "a" * 30), "prompt 1 has 30 tokens"),
         (("--prompt", "a", "--temperature", 2), "--temperature changes what is drawn"),
-        (("--prompt", "a", "--sample", "--adapt", "heat"), "--adapt must be temperature or min-p"),
-        (("--prompt", "a", "--sample", "--adapt", "min-p:slope"), "--adapt must be temperature or min-p"),
-        (("--prompt", "a", "--sample", "--adapt", "min-p:slope=-1"), "slope >= 0"),
+        (("--prompt", "a", "--sample", "--margin-rule", "heat"), "--margin-rule must be temperature or min-p"),
+        (("--prompt", "a", "--sample", "--margin-rule", "min-p:slope"), "--margin-rule must be temperature or min-p"),
+        (("--prompt", "a", "--sample", "--margin-rule", "min-p:slope=-1"), "slope >= 0"),
         (("--prompt", "a", "--stop-above", "TokenEntropy"), "--stop-above must be SIGNAL=VALUE"),
         (("--prompt", "a", "--stop-above", "Entropy=1"), "signals may name"),
         (("--prompt", "a", "--layers", "5"), "layers must be"),

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from support_tokens.cli import main
+from command import run as command
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.regularizers import Barrier, CrossEntropy
 from support_tokens.robustness import EvaluationData
@@ -47,13 +46,6 @@ def place(tmp_path_factory) -> Path:
         GPT2LMHeadModel(config).save_pretrained(folder / f"model{seed}")
         tokenizer.save_pretrained(folder / f"model{seed}")
     return folder
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["support-tokens", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
 
 
 def test_runs_under_every_family_are_measured_once_and_have_a_structure(place, tmp_path, monkeypatch):
@@ -218,7 +210,7 @@ def test_a_device_that_this_machine_lacks_is_one_sentence(place, tmp_path, monke
     for words in (
         ["evaluate", model, "--data", text, "--output", tmp_path / "out", "--context", 16],
         ["analyze", "--model", model, "--text", "abc", "--json", tmp_path / "out" / "record.json"],
-        ["bench", "--suite", "smoke", "--out", tmp_path / "out" / "record.json"],
+        ["bench", "--suite", "smoke", "--output", tmp_path / "out" / "record.json"],
     ):
         assert command(monkeypatch, *words, "--device", "cuda") == 1
         (line,) = capsys.readouterr().err.strip().splitlines()

@@ -1,4 +1,4 @@
-"""The command `support-tokens`. Exit 0: done; 1: failed, with one sentence on stderr; 2: wrong usage."""
+"""The command `support-tokens`. Exit status: 0 done, 1 failed (one sentence on stderr), 2 wrong usage."""
 
 __all__ = ["main"]
 
@@ -6,37 +6,42 @@ import sys
 
 from support_tokens.errors import SupportTokensError
 
-INTERRUPTED = "interrupted; where a verb has --resume, that goes on from the last good state."
+EXTRAS = {
+    "explore": {"fastapi", "gradio", "uvicorn"},
+    "report": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich", "scipy"},
+}
+"""Packages by the extra that installs them; all others come with `train`."""
 
 
 def main() -> None:
-    """Runs the verb that the command line names; an error becomes one sentence, never a traceback."""
+    """Runs the verb named on the command line; an error becomes one sentence, never a traceback."""
     try:
-        from support_tokens.cli import analyze, bench, explore, generate, reproduce  # noqa: F401  # each file adds its verbs
-        from support_tokens.cli.verbs import app
+        from support_tokens.cli.app import app
 
         app()
     except SupportTokensError as error:
         _end(str(error), 1)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("support_tokens"):
-            raise  # a fault of this package, which no installation mends
-        _end(f"the package {error.name} is not installed; run `pip install 'support-tokens[train]'`.", 1)
+        package = (error.name or "").partition(".")[0]
+        if package == "support_tokens":
+            raise  # a bug of this package, which no installation fixes
+        extra = next((extra for extra, names in EXTRAS.items() if package in names), "train")
+        _end(f"the package {package} is not installed; run `pip install 'support-tokens[{extra}]'`.", 1)
     except OSError as error:
-        where = error.filename or "a file"
-        _end(f"'{where}' cannot be read or written ({error.strerror or error}); free space or check permissions.", 1)
+        path = error.filename or "a file"
+        _end(f"'{path}' cannot be read or written ({error.strerror or error}); free space or check permissions.", 1)
     except KeyboardInterrupt as interrupt:  # while the verbs are being imported
-        _end(str(interrupt) or INTERRUPTED, 130)
+        _end(str(interrupt) or "interrupted.", 130)
     except SystemExit as ended:
-        # Typer ends an interrupted verb without a word; what was raised still hangs on its exit.
+        # Typer exits from an interrupted verb without a message; the interrupt is still in the exit's context.
         interrupt = _cause(ended, KeyboardInterrupt)
         if interrupt is None:
             raise
-        _end(str(interrupt) or INTERRUPTED, 130)
+        _end(str(interrupt) or "interrupted.", 130)
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """The error of a kind that led to this one, if any."""
+    """The error of a kind in the chain of causes, if any."""
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error

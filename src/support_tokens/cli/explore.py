@@ -7,24 +7,23 @@ from typing import Annotated
 
 import typer
 
-from support_tokens.cli.verbs import app
+from support_tokens.cli.options import GgufFile
 from support_tokens.errors import ArgumentError
 
 
-@app.command()
 def explore(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A model as for analyze; may be repeated. Finished runs and fetched models if left out."),
+        typer.Option(help="A model as for analyze; may be repeated. By default all that --runs and --models hold."),
     ] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in the folder of the model.")] = None,
-    runs: Annotated[Path, typer.Option(help="Folder that is looked through for finished runs.")] = Path("runs"),
-    models: Annotated[Path, typer.Option(help="Folder that is looked through for GGUF files.")] = Path("models"),
+    gguf_file: GgufFile = None,
+    runs: Annotated[Path, typer.Option(help="Folder to search for finished runs.")] = Path("runs"),
+    models: Annotated[Path, typer.Option(help="Folder to search for GGUF files.")] = Path("models"),
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any but 127.0.0.1 lets others of the network in.")
+        str, typer.Option(help="Address to listen on; any but 127.0.0.1 admits other machines.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.")] = 7860,
-    characters: Annotated[int, typer.Option(min=1, help="Longest text.")] = 2000,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 7860,
+    characters: Annotated[int, typer.Option(min=1, help="Most characters of a text.")] = 2000,
     tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Most layers at once.")] = 4,
     per_minute: Annotated[int, typer.Option(min=1, help="Most texts of one visitor a minute.")] = 20,
@@ -43,4 +42,4 @@ def explore(
             f"explore needs the package {error.name}, not installed; run `pip install 'support-tokens[explore]'`."
         ) from error
 
-    serve_explorer(explorer, host=host, port=port, ready=lambda address: print(f"Open {address} (Ctrl-C ends it)"))
+    serve_explorer(explorer, host=host, port=port, ready=lambda address: print(f"Open {address} (Ctrl-C stops it)"))

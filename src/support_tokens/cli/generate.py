@@ -9,64 +9,64 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from support_tokens.cli.analyze import _layers, _listed, _read
-from support_tokens.cli.verbs import app
+from support_tokens.cli.options import MODEL, Device, Dtype, GgufFile, parse_layers, read_text, split_words, writable
 from support_tokens.errors import ArgumentError
 
 if TYPE_CHECKING:
     from support_tokens.report.records import GeneratedToken, Generation
 
-Drawn = "Draws"
-Watched = "Uncertainty"
+SAMPLE, WATCH = "Sampling", "Uncertainty"
 
 # From certain to uncertain, on dark and on light grounds alike; the last are bold too, for eyes that see no colours.
 _STYLES = ("default", "default", "default", "yellow", "dark_orange", "bold dark_orange", "bold red")
 
 
-@app.command()
 def generate(
-    model: Annotated[
-        str, typer.Option(help="A run folder, a folder of a checkpoint, or a name that transformers knows.")
-    ],
-    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in the folder of the model.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="What to continue; may be repeated.")] = None,
+    model: Annotated[str, typer.Option(help=MODEL)],
+    gguf_file: GgufFile = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with one prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens written.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
     layers: Annotated[
-        str, typer.Option(help="Blocks whose margins are read: 0,1 or 0-5 or -1; each costs.", rich_help_panel=Watched)
+        str, typer.Option(help="Blocks whose margins are read: 0,1 or 0-5 or -1; each costs.", rich_help_panel=WATCH)
     ] = "0",
-    view: Annotated[str, typer.Option(help="noise or block.", rich_help_panel=Watched)] = "noise",
+    view: Annotated[str, typer.Option(help="noise or block.", rich_help_panel=WATCH)] = "noise",
     signals: Annotated[
         str | None,
-        typer.Option(help="By commas; entropy, probability, margin if none.", rich_help_panel=Watched),
+        typer.Option(help="Comma-separated; by default entropy, probability and margin.", rich_help_panel=WATCH),
     ] = None,
     color: Annotated[
         str | None,
-        typer.Option(
-            help="Signal that colours the text, by its first layer; the margin if none.", rich_help_panel=Watched
-        ),
+        typer.Option(help="Signal that colours the text; by default the margin.", rich_help_panel=WATCH),
     ] = None,
     stop_above: Annotated[
         list[str] | None,
-        typer.Option(help="SIGNAL=VALUE: abstain before a token above it; may be repeated.", rich_help_panel=Watched),
+        typer.Option(help="SIGNAL=VALUE: abstain before a token above it; may be repeated.", rich_help_panel=WATCH),
     ] = None,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens, not the most probable one.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Above 0.", rich_help_panel=Drawn)] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep as many tokens.", rich_help_panel=Drawn)] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep this share of probability.", rich_help_panel=Drawn)] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Sample tokens instead of taking the most probable one.")
+    ] = False,
+    temperature: Annotated[float | None, typer.Option(help="Above 0.", rich_help_panel=SAMPLE)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens.", rich_help_panel=SAMPLE)] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the tokens that hold this probability.", rich_help_panel=SAMPLE)
+    ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Keep tokens of this share of the best one's.", rich_help_panel=Drawn)
+        float | None,
+        typer.Option(help="Keep tokens of at least this fraction of the highest probability.", rich_help_panel=SAMPLE),
     ] = None,
-    adapt: Annotated[
+    margin_rule: Annotated[
         str | None,
         typer.Option(
-            help="temperature or min-p by the margin, with options: temperature:pivot=1,slope=0.5.",
-            rich_help_panel=Drawn,
+            help="temperature or min-p set by the margin, with options: temperature:pivot=1,slope=0.5.",
+            rich_help_panel=SAMPLE,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the first prompt; +1 for each next.", rich_help_panel=Drawn)] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
-    device: Annotated[str, typer.Option(help="As torch names it.")] = "cpu",
+    seed: Annotated[
+        int, typer.Option(help="Seed of the first prompt; each next one adds 1.", rich_help_panel=SAMPLE)
+    ] = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
     json_: Annotated[Path | None, typer.Option("--json", help="Record to write.", rich_help_panel="Output")] = None,
 ) -> None:
     """Continue a prompt and show how sure the model is of each token: entropy, margins, and abstaining by either."""
@@ -75,17 +75,16 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
-        "adapt": adapt,
     }
-    given = {name: value for name, value in drawing.items() if value is not None}
+    drawing = {name: value for name, value in drawing.items() if value is not None}
+    given = {**drawing, **({} if margin_rule is None else {"margin_rule": margin_rule})}
     if given and not sample:
         raise ArgumentError(
             f"--{next(iter(given)).replace('_', '-')} changes what is drawn, and without --sample nothing is; pass "
             "--sample too."
         )
-    if json_ is not None and json_.is_dir():
-        raise ArgumentError(f"--json must be a file to write, received the folder '{json_}'; name a file in it.")
-    prompts = _prompts(prompt, prompt_file)
+    with writable(("--json", json_)):
+        prompts = _prompts(prompt, prompt_file)
     limits = _limits(stop_above or ())
     from support_tokens.files import versions
     from support_tokens.generation import DEFAULT_SIGNALS, encoded_prompts
@@ -94,29 +93,27 @@ def generate(
     from support_tokens.models import checked_device, decoder_blocks, load_model
     from support_tokens.report.records import GenerationRecord
 
-    names = list(DEFAULT_SIGNALS) if signals is None else list(_listed(signals))
+    names = list(DEFAULT_SIGNALS) if signals is None else list(split_words(signals))
     if not names:
         raise ArgumentError("--signals must name one signal or more, received none; leave it out for the default.")
     chosen_signals(TOKEN_SIGNALS, names, law=False)  # what is wrong with them is said before any work
     checked_device(device)
-    rule = {} if adapt is None else {"adapt": _rule(adapt)}
+    rule = {} if margin_rule is None else {"adapt": _rule(margin_rule)}
     loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)
     encoded_prompts(loaded, tokenizer, prompts, max_new_tokens)  # all of them, before the first is continued
-    chosen = _layers(layers, len(decoder_blocks(loaded)))
+    chosen = parse_layers(layers, len(decoder_blocks(loaded)))
     shade = color or ("NegativeLogMargin" if "NegativeLogMargin" in names else names[0])
     if shade not in names:
         raise ArgumentError(
             f"--color must be one of the signals, {', '.join(names)}, received {color!r}; add it to them."
         )
-    if json_ is not None:  # before the first token, so that no text is lost for want of a folder
-        json_.parent.mkdir(parents=True, exist_ok=True)
     found: list[Generation] = []
     try:
         for place, text in enumerate(prompts):
             shown = _Shown(text, shade)
             made = generate_texts(
                 loaded, tokenizer, [text], max_new_tokens=max_new_tokens, layers=chosen, view=view, signals=names,
-                do_sample=sample, seed=seed + place, stop_above=limits, on_token=shown.token, **{**given, **rule},
+                do_sample=sample, seed=seed + place, stop_above=limits, on_token=shown.token, **drawing, **rule,
             )  # fmt: skip
             found += made
             shown.end(made[0])
@@ -178,7 +175,7 @@ def _prompts(prompt: list[str] | None, prompt_file: Path | None) -> list[str]:
         raise ArgumentError(
             f"one of --prompt and --prompt-file is required, received {'both' if prompt else 'none'}; pass one."
         )
-    return list(prompt or ()) if prompt_file is None else [_read(prompt_file)]
+    return list(prompt or ()) if prompt_file is None else [read_text(prompt_file)]
 
 
 def _limits(texts: Sequence[str]) -> dict[str, float]:
@@ -202,12 +199,12 @@ def _rule(text: str):
     rules = {"temperature": MarginTemperature, "min-p": MarginMinP}
     name, _, options = text.partition(":")
     try:
-        numbers = {key.strip(): float(value) for key, value in (word.split("=") for word in _listed(options))}
+        numbers = {key.strip(): float(value) for key, value in (word.split("=") for word in split_words(options))}
         return rules[name](**numbers)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
-            f"--adapt must be temperature or min-p, with options like min-p:pivot=1,slope=0.5, received {text!r}; "
+            f"--margin-rule must be temperature or min-p, like min-p:pivot=1,slope=0.5, received {text!r}; "
             "see the guide for the options of each."
         ) from error

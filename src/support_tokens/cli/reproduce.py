@@ -7,24 +7,21 @@ from typing import Annotated
 
 import typer
 
-from support_tokens.cli.verbs import app
+from support_tokens.cli.options import interruptible
 
 
-@app.command()
 def reproduce(
     preset: Annotated[
         str, typer.Option(help="quick (minutes), paper (the paper's experiment, hours), or a JSON file.")
     ] = "quick",
-    output: Annotated[
-        Path | None, typer.Option(help="Folder that keeps everything; runs/reproduce-PRESET if left out.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="The preset's text at another place: a path or a corpus.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Only the first so many seeds; more can follow.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write into; by default runs/reproduce-PRESET.")] = None,
+    data: Annotated[str | None, typer.Option(help="The preset's text from another place: a path or a corpus.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds to run now; others can follow.")] = None,
     runs: Annotated[
         Path | None, typer.Option(help="Folder of trained runs that presets of one plan and corpus share.")
     ] = None,
 ) -> None:
-    """Train, evaluate and compare what a preset asks for; started again, it does only what is missing."""
+    """Train, evaluate and compare the arms of a preset; the same command again does only what is missing."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -35,12 +32,13 @@ def reproduce(
     from support_tokens.robustness.lab import reproduce as run
 
     folder = Path("runs") / f"reproduce-{Path(preset).stem}" if output is None else output
-    made = run(load_preset(preset), folder, data=data, seeds=seeds, runs=runs)
+    with interruptible("interrupted; the same command again continues from the last good state.", always=True):
+        result = run(load_preset(preset), folder, data=data, seeds=seeds, runs=runs)
     console = Console()
-    console.print(Text(headline(made.report), style="bold"), highlight=False)
-    if made.rows:
+    console.print(Text(headline(result.report), style="bold"), highlight=False)
+    if result.rows:
         table = Table("figure", "paper", "here", "95 % interval", "status")
-        for row in made.rows:
+        for row in result.rows:
             digits = 4 if row.unit.startswith("share") else 3
             table.add_row(
                 row.name,
@@ -50,7 +48,7 @@ def reproduce(
                 row.status,
             )
         console.print(table, highlight=False)
-    for contest in made.contests:
+    for contest in result.contests:
         ahead = {"law": contest.law, "rival": contest.rival}.get(contest.outcome, "neither")
         console.print(Text(f"{family(contest.family)}: {ahead} ahead ({contest.law} against {contest.rival})"))
     print(f"Tables: {folder / 'reproduction.md'}")
