@@ -13,9 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from command import run as command
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.regularizers import Barrier, CrossEntropy
-from support_tokens.robustness import EvaluationData
+from support_tokens.robustness import EvaluationData, cache
+from support_tokens.robustness import evaluate as measuring
 from support_tokens.robustness.lab import TokenizerSpelling, evaluate_models, evaluate_runs
-from support_tokens.robustness.lab import cache as measuring
 from support_tokens.robustness.perturbations import FAMILIES, standard_perturbations
 from support_tokens.training import TrainingPlan, load_corpus, train
 
@@ -77,18 +77,34 @@ def test_runs_under_every_family_are_measured_once_and_have_a_structure(place, t
     assert {"calibration", "calibration_low", "calibration_difference"} <= set(columns)
 
 
-def test_another_weight_is_another_measurement(place):
+def test_another_weight_or_another_source_is_another_measurement(monkeypatch):
     data, chosen = EvaluationData(torch.zeros(1, 3, dtype=torch.long)), standard_perturbations((0.5,))
     module = torch.nn.Module()
     module.gain = torch.nn.Parameter(torch.tensor(1.0))
-    keys = [measuring.key_of(module, data, chosen, 4)]
+    path = lambda *what: cache.measurement_path(Path(), module, *what)  # noqa: E731
+    paths = [path(data, chosen, 4)]
     with torch.no_grad():
         module.gain += 1e-7
-    keys.append(measuring.key_of(module, data, chosen, 4))
-    keys.append(measuring.key_of(module, data, chosen, 5))
-    keys.append(measuring.key_of(module, data, standard_perturbations((0.5,), seed=1), 4))
-    keys.append(measuring.key_of(module, EvaluationData(torch.ones(1, 3, dtype=torch.long)), chosen, 4))
-    assert len(set(keys)) == 5
+    paths.append(path(data, chosen, 4))
+    assert path(data, chosen, 4) == paths[-1]
+    paths.append(path(data, chosen, 5))
+    paths.append(path(data, standard_perturbations((0.5,), seed=1), 4))
+    paths.append(path(EvaluationData(torch.ones(1, 3, dtype=torch.long)), chosen, 4))
+    monkeypatch.setattr(cache, "_code", lambda: "an edited source")
+    paths.append(path(data, chosen, 4))
+    assert len(set(paths)) == 6
+
+
+@pytest.mark.parametrize("source", ["measure.py", "perturbations/text.py", "perturbations/new.py"])
+def test_any_edit_of_what_measures_is_another_code(tmp_path, monkeypatch, source):
+    room = Path(cache.__file__).parent
+    shutil.copytree(room, tmp_path / "room", ignore=shutil.ignore_patterns("__pycache__"))
+    before = cache._code.__wrapped__()
+    monkeypatch.setattr(cache.resources, "files", lambda _name: tmp_path / "room")
+    assert cache._code.__wrapped__() == before
+    with open(tmp_path / "room" / source, "a") as file:
+        file.write("# edited\n")
+    assert cache._code.__wrapped__() != before
 
 
 def test_a_measurement_that_is_torn_is_named(place, tmp_path):

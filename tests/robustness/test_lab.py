@@ -19,8 +19,8 @@ from support_tokens.files import write_json
 from support_tokens.regularizers import arm_label, parse_arm
 from support_tokens.report.records import RobustnessReport
 from support_tokens.robustness import Bootstrap, EvaluationData, Measurement, compare
+from support_tokens.robustness import evaluate as measuring
 from support_tokens.robustness.lab import PRESETS, Preset, contests, load_preset, paper_rows, reproduce, reproduction
-from support_tokens.robustness.lab import cache as measuring
 from support_tokens.robustness.perturbations import standard_perturbations
 
 TEXT = "In the beginning was the margin, and the margin was small. Every token stood near another. " * 60

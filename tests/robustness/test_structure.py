@@ -1,6 +1,7 @@
 """Structure: figures against plain formulas, what scale changes and what it does not, padding, and records."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from support_tokens.errors import ArgumentError
 from support_tokens.models import model_margins
-from support_tokens.robustness import COUPLING_LEVELS, measure_structure, structure_figures
+from support_tokens.robustness import COUPLING_LEVELS, measure_structure
 from tiny_models import attention_jacobians
 
 WIDTH = 8
@@ -31,9 +32,15 @@ def ids(n: int = 3, length: int = 10) -> torch.Tensor:
     return torch.randint(0, 11, (n, length), generator=torch.Generator().manual_seed(1))
 
 
+def structure(*args, **options) -> SimpleNamespace:
+    """The record of one model, with the only figure of each column."""
+    fields = vars(measure_structure(*args, **options)).items()
+    return SimpleNamespace(**{name: value[0] if isinstance(value, tuple) else value for name, value in fields})
+
+
 def test_figures_equal_plain_formulas():
     one, text = model(), ids()
-    found = measure_structure(one, text, positions=8)
+    found = structure(one, text, positions=8)
     x = (one.transformer.wte(text) + one.transformer.wpe(torch.arange(10))).detach().reshape(-1, WIDTH)
     assert found.embedding_rms == pytest.approx(float(x.square().mean().sqrt()), rel=1e-5)
     values = torch.linalg.svdvals(x - x.mean(0)).square()
@@ -50,11 +57,13 @@ def test_figures_equal_plain_formulas():
 
 def test_coupling_is_the_symmetric_part_of_the_jacobian_by_autograd():
     one, text = model(), ids(2)
-    found = measure_structure(one, text, positions=8)
+    found = structure(one, text, positions=8)
     jacobian = attention_jacobians(one, "gpt2", (0,), input_ids=text)[0][:, 2:]
     values = torch.linalg.eigvalsh(0.5 * (jacobian + jacobian.mT)).flatten()
     expected = torch.quantile(values, torch.tensor(COUPLING_LEVELS, dtype=values.dtype))
-    torch.testing.assert_close(torch.tensor(found.coupling, dtype=values.dtype), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        torch.tensor(found.coupling_quantiles, dtype=values.dtype), expected, rtol=1e-5, atol=1e-7
+    )
     assert found.attractive_share == pytest.approx(float(values.clamp_min(0).sum() / values.abs().sum()), rel=1e-5)
     sigma = torch.linalg.svdvals(torch.eye(WIDTH, dtype=values.dtype) - jacobian)[..., -1].flatten()
     assert found.sigma_min_low == pytest.approx(float(sigma.quantile(0.05)), rel=1e-5)
@@ -65,7 +74,7 @@ def test_signal_is_what_attention_adds():
     with torch.no_grad():
         one.transformer.h[0].attn.c_proj.bias.zero_()
     handle = one.transformer.h[0].attn.register_forward_hook(lambda _m, _a, output: added.append(output[0].detach()))
-    found = measure_structure(one, text)
+    found = structure(one, text)
     handle.remove()
     x = (one.transformer.wte(text) + one.transformer.wpe(torch.arange(10))).detach()
     signal, noise = added[0][:, 2:], (x - added[0])[:, 2:]
@@ -73,21 +82,21 @@ def test_signal_is_what_attention_adds():
 
 
 def test_larger_embeddings_have_other_margins_and_equal_ones_at_equal_scale():
-    small, large = measure_structure(model(), ids()), measure_structure(model(3.0), ids())
+    small, large = structure(model(), ids()), structure(model(3.0), ids())
     assert large.embedding_rms == pytest.approx(3 * small.embedding_rms, rel=1e-6)
     assert large.effective_rank == pytest.approx(small.effective_rank, rel=1e-6)
     assert large.dispersion == pytest.approx(small.dispersion, rel=1e-6)
     # A layer norm stands before attention, so its Jacobian shrinks as the embeddings grow: margins move to zero.
     assert abs(large.log_margin_mean) < abs(small.log_margin_mean)
-    equal = measure_structure(model(3.0), ids(), scaled_by=1 / 3)
+    equal = structure(model(3.0), ids(), scaled_by=1 / 3)
     assert equal.log_margin_mean == pytest.approx(small.log_margin_mean, rel=1e-3)
-    assert equal.coupling == pytest.approx(small.coupling, rel=1e-3, abs=1e-6)
+    assert equal.coupling_quantiles == pytest.approx(small.coupling_quantiles, rel=1e-3, abs=1e-6)
 
 
 def test_padding_never_counts():
     text, mask = ids(2), torch.ones(2, 10, dtype=torch.long)
     mask[1, 6:] = 0
-    first, second = (measure_structure(model(), text.masked_fill(mask == 0, fill), mask) for fill in (3, 9))
+    first, second = (structure(model(), text.masked_fill(mask == 0, fill), mask) for fill in (3, 9))
     assert first == second
     assert first.n_positions == 8 + 4
 
@@ -95,20 +104,23 @@ def test_padding_never_counts():
 def test_the_model_is_left_as_it_was():
     one = model()
     before = one(input_ids=ids()).logits
-    measure_structure(one, ids(), scaled_by=2.0)
+    structure(one, ids(), scaled_by=2.0)
     assert torch.equal(one(input_ids=ids()).logits, before)
 
 
 def test_records_have_a_column_a_seed():
-    found = [measure_structure(model(s), ids()) for s in (1.0, 2.0)]
-    (record,) = structure_figures({"ce": found}, "own")
-    assert record.embedding_rms == tuple(s.embedding_rms for s in found)
+    record = measure_structure([model(s) for s in (1.0, 2.0)], ids(), arm="ce", setting="scaled", scaled_by=(2.0, 1.0))
+    assert (record.arm, record.setting) == ("ce", "scaled")
+    alone = [structure(model(s), ids(), scaled_by=f) for s, f in ((1.0, 2.0), (2.0, 1.0))]
+    assert record.embedding_rms == tuple(s.embedding_rms for s in alone)
+    assert record.n_positions == sum(s.n_positions for s in alone)
     assert len(record.coupling_quantiles) == 2 and record.coupling_levels == COUPLING_LEVELS
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"scaled_by": 0.0}, "must be above 0, not 0.0"), ({"positions": 0}, "received 0 positions")]
+    ("options", "says"),
+    [({"scaled_by": 0.0}, "must be above 0, received 0.0"), ({"positions": 0}, "received 0 positions")],
 )
 def test_bad_requests_are_refused(options, says):
     with pytest.raises(ArgumentError, match=says):
-        measure_structure(model(), ids(), **options)
+        structure(model(), ids(), **options)

@@ -12,6 +12,7 @@ __all__ = [
     "DomainShift",
     "EmbeddingNoise",
     "EvaluationData",
+    "LazyModels",
     "Measurement",
     "Perturbation",
     "PerturbationSet",
@@ -28,6 +29,7 @@ __all__ = [
     "evaluate_runs",
     "load_preset",
     "measure",
+    "measure_arms",
     "measure_structure",
     "misspell",
     "paper_rows",
@@ -36,12 +38,12 @@ __all__ = [
     "run_experiment",
     "standard_noise",
     "standard_perturbations",
-    "structure_figures",
     "write_report",
 ]
 
 from support_tokens.robustness.bootstrap import Bootstrap
-from support_tokens.robustness.evaluate import ArmDetails, compare, evaluate_robustness
+from support_tokens.robustness.comparison import ArmDetails, compare
+from support_tokens.robustness.evaluate import LazyModels, evaluate_robustness, measure_arms
 from support_tokens.robustness.lab.contest import contests
 from support_tokens.robustness.lab.demo import run_experiment, write_report
 from support_tokens.robustness.lab.evaluate_runs import evaluate_runs
@@ -61,4 +63,4 @@ from support_tokens.robustness.perturbations.set import (
 )
 from support_tokens.robustness.perturbations.text import DomainShift, Typos, misspell
 from support_tokens.robustness.perturbations.weights import Quantization, round_channels
-from support_tokens.robustness.structure import COUPLING_LEVELS, measure_structure, structure_figures
+from support_tokens.robustness.structure import COUPLING_LEVELS, measure_structure

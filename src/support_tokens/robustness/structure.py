@@ -4,10 +4,10 @@ Robustness says how much a model loses; these figures say what changed inside of
 embeddings, so arms are also compared with embeddings brought to one size (`scaled_by`).
 """
 
-__all__ = ["COUPLING_LEVELS", "Structure", "measure_structure", "structure_figures"]
+__all__ = ["COUPLING_LEVELS", "measure_structure"]
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,65 +22,41 @@ COUPLING_LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Quantiles at which the spectrum of the coupling is recorded."""
 
 
-@dataclass(frozen=True)
-class Structure:
-    r"""Figures of one model on one text, over its real tokens.
-
-    Args:
-        n_positions: Positions whose margins and coupling were computed.
-        embedding_rms: Root mean square of $x_t$ over tokens and width.
-        effective_rank: $\exp H(p)$ of the eigenvalues $\lambda_i$ of the covariance of the embeddings, $p_i =
-            \lambda_i / \sum_j \lambda_j$: from 1 to D, whatever their size.
-        dispersion: $1 - |\mathbb{E} x|^2 / \mathbb{E} |x|^2$: 0 where all tokens are one, 1 where they have no common
-            part.
-        signal_to_noise: $\mathbb{E} |\mu_t|^2 / \mathbb{E} |x_t - \mu_t|^2$, with $\mu_t$ what attention adds; None
-            where a norm stands behind attention.
-        log_margin_mean: Mean $\log|\det J_t|$ over rankable positions with $J_t$ regular, in nats.
-        log_margin_min: Smallest one.
-        sigma_min_low: 5 % quantile of $\sigma_{\min}(J_t)$.
-        negative_share: Share of positions with $\det J_t < 0$.
-        attractive_share: Sum of the positive eigenvalues of the symmetric part of the coupling $I - J_t$, over the sum
-            of the sizes of all.
-        coupling: Quantiles of these eigenvalues at `COUPLING_LEVELS`.
-    """
-
-    n_positions: int
-    embedding_rms: float
-    effective_rank: float
-    dispersion: float
-    signal_to_noise: float | None
-    log_margin_mean: float
-    log_margin_min: float
-    sigma_min_low: float
-    negative_share: float
-    attractive_share: float
-    coupling: tuple[float, ...]
-
-
-@torch.inference_mode()
 def measure_structure(
-    model: nn.Module,
+    models: nn.Module | Sequence[nn.Module],
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
+    arm: str = "model",
+    setting: str = "own",
     layer: int = 0,
-    scaled_by: float = 1.0,
+    scaled_by: float | Sequence[float] = 1.0,
     positions: int = 16,
-) -> Structure:
-    r"""Structure of block `layer` of a model in its noise view, $J_t = I - \partial\mu_t/\partial x_t$.
+) -> StructureFigures:
+    r"""Structure of block `layer` in its noise view, $J_t = I - \partial\mu_t/\partial x_t$, for each model of an arm.
 
     Args:
-        model: A causal language model of transformers whose attention can be read, in eval mode.
+        models: A causal language model of transformers whose attention can be read, in eval mode; or several, one a
+            seed, which may be loaded lazily.
         input_ids: `(N, T)` token ids.
         attention_mask: `(N, T)`, 1 at tokens; None: all are.
+        arm: Name of the arm in the record.
+        setting: Says in the record on which embeddings it was measured.
         layer: Block.
-        scaled_by: Factor of the embeddings that enter the first block: figures of the same model with embeddings of
-            another size.
+        scaled_by: Factor of the embeddings that enter the first block, one for all models or one each: figures of the
+            same model with embeddings of another size.
         positions: Positions of each sequence that margins and coupling are computed at, spread evenly from the third to
             the last; all others only enter the figures of the embeddings.
 
     Returns:
-        The figures.
+        A record with one figure a model in each column, over real tokens: `embedding_rms`, the root mean square of
+        $x_t$; `effective_rank`, $\exp H(p)$ of the eigenvalues $\lambda_i$ of the covariance of the embeddings with
+        $p_i = \lambda_i / \sum_j \lambda_j$, from 1 to D; `dispersion`, $1 - |\mathbb{E} x|^2 / \mathbb{E} |x|^2$;
+        `signal_to_noise`, $\mathbb{E} |\mu_t|^2 / \mathbb{E} |x_t - \mu_t|^2$ with $\mu_t$ the output of attention,
+        empty where a norm follows attention; mean and minimum of $\log|\det J_t|$ in nats; the 5 % quantile of
+        $\sigma_{\min}(J_t)$; the fraction of positions with $\det J_t < 0$; the positive part of the spectrum of the
+        symmetric part of the coupling $I - J_t$ as a fraction of the sum of its absolute values, and its quantiles at
+        `COUPLING_LEVELS`.
 
     Raises:
         ArgumentError: A factor that is not positive, or no position to look at.
@@ -89,12 +65,38 @@ def measure_structure(
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8)).eval()
-        >>> found = measure_structure(model, torch.arange(16).reshape(2, 8) % 11, positions=4)
-        >>> found.n_positions, 1 <= found.effective_rank <= 8
+        >>> record = measure_structure(model, torch.arange(16).reshape(2, 8) % 11, positions=4)
+        >>> record.n_positions, 1 <= record.effective_rank[0] <= 8
         (8, True)
     """
+    models = (models,) if isinstance(models, nn.Module) else models
+    factors = [scaled_by] * len(models) if isinstance(scaled_by, int | float) else scaled_by
+    columns: dict[str, list] = {}
+    for model, factor in zip(models, factors, strict=True):
+        for name, value in _measured(model, input_ids, attention_mask, layer, factor, positions).items():
+            columns.setdefault(name, []).append(value)
+    signal = columns.pop("signal_to_noise")
+    return StructureFigures(
+        arm=arm,
+        setting=setting,
+        layer=layer,
+        view="noise",
+        n_positions=sum(columns.pop("n_positions")),
+        signal_to_noise=() if None in signal else tuple(signal),
+        coupling_levels=COUPLING_LEVELS,
+        **{name: tuple(column) for name, column in columns.items()},
+    )
+
+
+@torch.inference_mode()
+def _measured(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, layer: int, scaled_by: float, positions: int
+) -> dict[str, Any]:
+    """Figures of one model, by column of the record."""
     if not scaled_by > 0:
-        raise ArgumentError(f"The factor of the embeddings must be above 0, not {scaled_by!r}; pass 1 for their own.")
+        raise ArgumentError(
+            f"scaled_by must be above 0, received {scaled_by!r}; pass 1 for the embeddings as they are."
+        )
     length = input_ids.shape[1]
     if positions < 1 or length < 3:
         raise ArgumentError(
@@ -123,45 +125,7 @@ def measure_structure(
         return _figures(state, x, real.to(x.device), positions)
 
 
-def structure_figures(
-    structures: Mapping[str, Sequence[Structure]], setting: str, *, layer: int = 0, view: str = "noise"
-) -> tuple[StructureFigures, ...]:
-    """Structures of arms, one a seed, as the records of a report.
-
-    Args:
-        structures: By arm.
-        setting: On which embeddings: `own` or `scaled to the baseline`, say.
-        layer: Block.
-        view: `noise`.
-    """
-    made = []
-    for arm, of_arm in structures.items():
-        column = lambda name, of_arm=of_arm: tuple(getattr(s, name) for s in of_arm)  # noqa: E731
-        known = all(s.signal_to_noise is not None for s in of_arm)
-        made.append(
-            StructureFigures(
-                arm=arm,
-                setting=setting,
-                layer=layer,
-                view=view,
-                n_positions=sum(column("n_positions")),
-                embedding_rms=column("embedding_rms"),
-                effective_rank=column("effective_rank"),
-                dispersion=column("dispersion"),
-                signal_to_noise=column("signal_to_noise") if known else (),
-                log_margin_mean=column("log_margin_mean"),
-                log_margin_min=column("log_margin_min"),
-                sigma_min_low=column("sigma_min_low"),
-                negative_share=column("negative_share"),
-                attractive_share=column("attractive_share"),
-                coupling_levels=COUPLING_LEVELS,
-                coupling_quantiles=column("coupling"),
-            )
-        )
-    return tuple(made)
-
-
-def _figures(state: AttentionState, x: Tensor, real: Tensor, positions: int) -> Structure:
+def _figures(state: AttentionState, x: Tensor, real: Tensor, positions: int) -> dict[str, Any]:
     tokens = x[real].double()
     mean, power = tokens.mean(0), tokens.square().sum(-1).mean()
     spectrum = torch.linalg.eigvalsh((tokens - mean).T @ (tokens - mean)).clamp_min(0)
@@ -178,19 +142,19 @@ def _figures(state: AttentionState, x: Tensor, real: Tensor, positions: int) -> 
     eigenvalues = torch.linalg.eigvalsh(0.5 * (dense + dense.mT)).double().flatten()
     levels = torch.tensor(COUPLING_LEVELS, dtype=torch.float64, device=x.device)
     size = float(eigenvalues.abs().sum())
-    return Structure(
-        n_positions=int(kept.sum()),
-        embedding_rms=float((power / x.shape[-1]).sqrt()),
-        effective_rank=float(torch.special.entr(share).sum().exp()),
-        dispersion=float(1 - mean.square().sum() / power),
-        signal_to_noise=_signal_to_noise(state, x, real),
-        log_margin_mean=float(finite.mean()) if len(finite) else 0.0,
-        log_margin_min=float(finite.min()) if len(finite) else 0.0,
-        sigma_min_low=float(margins.sigma_min[kept].double().quantile(0.05)),
-        negative_share=float((sign < 0).double().mean()),
-        attractive_share=float(eigenvalues.clamp_min(0).sum()) / size if size else 0.5,
-        coupling=tuple(torch.quantile(_at_most(eigenvalues), levels).tolist()),
-    )
+    return {
+        "n_positions": int(kept.sum()),
+        "embedding_rms": float((power / x.shape[-1]).sqrt()),
+        "effective_rank": float(torch.special.entr(share).sum().exp()),
+        "dispersion": float(1 - mean.square().sum() / power),
+        "signal_to_noise": _signal_to_noise(state, x, real),
+        "log_margin_mean": float(finite.mean()) if len(finite) else 0.0,
+        "log_margin_min": float(finite.min()) if len(finite) else 0.0,
+        "sigma_min_low": float(margins.sigma_min[kept].double().quantile(0.05)),
+        "negative_share": float((sign < 0).double().mean()),
+        "attractive_share": float(eigenvalues.clamp_min(0).sum()) / size if size else 0.5,
+        "coupling_quantiles": tuple(torch.quantile(_at_most(eigenvalues), levels).tolist()),
+    }
 
 
 def _signal_to_noise(state: AttentionState, x: Tensor, real: Tensor) -> float | None:

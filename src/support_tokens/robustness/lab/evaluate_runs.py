@@ -1,6 +1,6 @@
 r"""Evaluation of finished runs of SmallGPT: held-out text, frozen perturbations, margins and structure."""
 
-__all__ = ["evaluate_runs", "held_out_windows"]
+__all__ = ["evaluate_runs"]
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +13,15 @@ from support_tokens.errors import ArgumentError
 from support_tokens.models import build_small_gpt, encode, load_small_gpt, model_margins, unknown_rate
 from support_tokens.regularizers import arm_config
 from support_tokens.report.records import ArmMargins, RobustnessReport, StructureFigures, Trace
-from support_tokens.robustness.evaluate import ArmDetails, compare
-from support_tokens.robustness.lab.cache import measure_arms
-from support_tokens.robustness.lab.runs import LazyModels, TrainedRun, by_label, corpus_of, open_run
-from support_tokens.robustness.measure import EvaluationData, Measurement
+from support_tokens.robustness.comparison import ArmDetails, compare
+from support_tokens.robustness.evaluate import LazyModels, measure_arms
+from support_tokens.robustness.lab.runs import TrainedRun, by_label, corpus_of, open_run
+from support_tokens.robustness.lab.windows import held_out_windows, progress_bar
+from support_tokens.robustness.measure import EvaluationData
 from support_tokens.robustness.perturbations.set import chosen_perturbations
 from support_tokens.robustness.perturbations.text import DomainShift
-from support_tokens.robustness.structure import measure_structure, structure_figures
-from support_tokens.training import Windows, load_corpus, plan_from_config, read_result
+from support_tokens.robustness.structure import measure_structure
+from support_tokens.training import load_corpus, plan_from_config, read_result
 
 _MARGIN_WINDOWS = 16
 _STRUCTURE_WINDOWS = 8
@@ -86,8 +87,9 @@ def evaluate_runs(
         for name in others
     ]
     chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
-    models = {label: LazyModels(of_arm) for label, of_arm in arms.items()}
-    measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=progress)
+    models = {label: LazyModels(_load, of_arm) for label, of_arm in arms.items()}
+    with progress_bar(enabled=progress) as bar:
+        measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=bar)
     sentence = encode(tokenizer, _sentence(corpus.test, context)).unsqueeze(0)
     details = {
         label: ArmDetails(
@@ -111,7 +113,8 @@ def evaluate_runs(
     }
     figures: tuple[StructureFigures, ...] = ()
     if structure:
-        figures = tuple(_structure(arms, measured, first.label, tokenizer, windows[:_STRUCTURE_WINDOWS]))
+        rms = {label: [m.embedding_rms for m in of_arm] for label, of_arm in measured.items()}
+        figures = tuple(_structure(arms, rms, first.label, tokenizer, windows[:_STRUCTURE_WINDOWS]))
     return compare(
         measured,
         held_out,
@@ -129,32 +132,31 @@ def _unknown_elsewhere(tokenizer, texts: Sequence[DomainShift]) -> dict[str, flo
     return {text.corpus: unknown_rate(tokenizer, text.input_ids) for text in texts if text.input_ids is not None}
 
 
-def held_out_windows(ids: Tensor, context: int, sequences: int) -> Tensor:
-    """Windows of a text, `(N, T)`, spread evenly over it."""
-    return torch.stack([window["input_ids"] for window in Windows(ids, context, limit=sequences)])  # type: ignore[attr-defined]
+def _load(run: TrainedRun) -> nn.Module:
+    return load_small_gpt(run.folder)[0]
 
 
 def _structure(
     arms: Mapping[str, Sequence[TrainedRun]],
-    measured: Mapping[str, Sequence[Measurement]],
+    rms: Mapping[str, Sequence[float]],
     baseline: str,
     tokenizer,
     windows: Tensor,
 ) -> Iterator[StructureFigures]:
-    begun = {label: [measure_structure(_initial(run, tokenizer), windows) for run in of] for label, of in arms.items()}
-    yield from structure_figures(begun, "before training")
-    models = {label: LazyModels(of_arm) for label, of_arm in arms.items()}
-    own = {label: [measure_structure(model, windows) for model in of_arm] for label, of_arm in models.items()}
-    yield from structure_figures(own, "after training")
-    scaled = {
-        label: [
-            measure_structure(of_arm[i], windows, scaled_by=there.embedding_rms / here.embedding_rms)
-            for i, (here, there) in enumerate(zip(measured[label], measured[baseline], strict=True))
-        ]
-        for label, of_arm in models.items()
-        if label != baseline
-    }
-    yield from structure_figures(scaled, "after training, embeddings of the baseline's size")
+    for label, of_arm in arms.items():
+        begun = LazyModels(lambda run: _initial(run, tokenizer), of_arm)
+        yield measure_structure(begun, windows, arm=label, setting="before training")
+    for label, of_arm in arms.items():
+        yield measure_structure(LazyModels(_load, of_arm), windows, arm=label, setting="after training")
+    for label, of_arm in arms.items():
+        if label != baseline:
+            yield measure_structure(
+                LazyModels(_load, of_arm),
+                windows,
+                arm=label,
+                setting="after training, embeddings of the baseline's size",
+                scaled_by=[there / here for here, there in zip(rms[label], rms[baseline], strict=True)],
+            )
 
 
 def _initial(run: TrainedRun, tokenizer) -> nn.Module:

@@ -7,19 +7,19 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
 from support_tokens.models import checked_device, load_model, quiet_transformers
 from support_tokens.report.records import RobustnessReport
-from support_tokens.robustness.evaluate import ArmDetails, compare
-from support_tokens.robustness.lab.cache import measure_arms
-from support_tokens.robustness.lab.evaluate_runs import held_out_windows
+from support_tokens.robustness.comparison import ArmDetails, compare
+from support_tokens.robustness.evaluate import LazyModels, measure_arms
+from support_tokens.robustness.lab.windows import held_out_windows, progress_bar
 from support_tokens.robustness.measure import EvaluationData
 from support_tokens.robustness.perturbations.set import chosen_perturbations
 from support_tokens.robustness.perturbations.text import DomainShift
-from support_tokens.robustness.structure import measure_structure, structure_figures
+from support_tokens.robustness.structure import measure_structure
 from support_tokens.training import load_corpus
 
 _STRUCTURE_WINDOWS = 4
@@ -106,15 +106,14 @@ def evaluate_models(
         for name in others
     ]
     chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
-    models = {label: _Lazy(path, device) for label, path in zip(labels, paths, strict=True)}
-    measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=progress)
+    load = lambda path: load_model(path, device=device)[0]  # noqa: E731
+    models = {label: LazyModels(load, [path]) for label, path in zip(labels, paths, strict=True)}
+    with progress_bar(enabled=progress) as bar:
+        measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=bar)
     figures = ()
     if structure:
-        found = {
-            label: [measure_structure(of[0], windows[:_STRUCTURE_WINDOWS].to(device), positions=4)]
-            for label, of in models.items()
-        }
-        figures = structure_figures(found, "own")
+        some = windows[:_STRUCTURE_WINDOWS].to(device)
+        figures = tuple(measure_structure(of, some, arm=label, positions=4) for label, of in models.items())
     return compare(
         measured,
         held_out,
@@ -127,22 +126,6 @@ def evaluate_models(
             "context": context,
         },
     )
-
-
-class _Lazy(Sequence):
-    """One model, read when it is asked for."""
-
-    def __init__(self, path: Path, device: str) -> None:
-        self._path, self._device = path, device
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index):  # type: ignore[override]
-        if index != 0:
-            raise IndexError(index)
-        model: nn.Module = load_model(self._path, device=self._device)[0]
-        return model
 
 
 def _shared_tokenizer(paths: Sequence[Path]) -> PreTrainedTokenizerBase:

@@ -1,6 +1,6 @@
-"""Finished runs as an evaluation sees them: arms of several seeds, under one plan and one corpus."""
+"""Finished runs grouped into arms of several seeds that share one plan and one corpus."""
 
-__all__ = ["LazyModels", "TrainedRun", "by_label", "corpus_of", "open_run"]
+__all__ = ["TrainedRun", "by_label", "corpus_of", "open_run"]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
-from support_tokens.models import load_small_gpt
 from support_tokens.regularizers import Arm, arm_from_config, arm_label
 from support_tokens.training import Corpus, RunFolder, load_corpus, read_result
 
@@ -42,19 +41,6 @@ def open_run(folder: str | Path) -> TrainedRun:
         return TrainedRun(run.path, arm_from_config(config["arm"]), int(config["plan"]["seed"]), config)
     except (KeyError, TypeError, ArgumentError) as error:
         raise RunFolderError(f"'{run.path / 'config.json'}' is not that of a run ({error}); train again.") from error
-
-
-class LazyModels(Sequence):
-    """The models of one arm, read when they are asked for: one at a time is in memory."""
-
-    def __init__(self, runs: Sequence[TrainedRun]) -> None:
-        self._runs = runs
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __getitem__(self, index):  # type: ignore[override]
-        return load_small_gpt(self._runs[index].folder)[0]
 
 
 def by_label(runs: Sequence[TrainedRun]) -> dict[str, list[TrainedRun]]:

@@ -1,16 +1,34 @@
-r"""The figures of a robustness report, each a function of the weights of the sequences, so that all are paired."""
+r"""The report of what was measured; every figure is a function of the weights of sequences, so that all are paired."""
 
-__all__ = ["Comparison", "OfArm"]
+__all__ = ["ArmDetails", "compare"]
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-from support_tokens.report.records import Area, Difference, Estimate, Result
+from support_tokens.files import versions
+from support_tokens.report.records import (
+    Area,
+    ArmMargins,
+    ArmRecord,
+    BootstrapRecord,
+    Choice,
+    Difference,
+    Estimate,
+    PerturbationRecord,
+    Result,
+    RobustnessReport,
+    Split,
+    StructureFigures,
+    histograms,
+    sentence,
+)
 from support_tokens.robustness.bootstrap import Bootstrap, Statistic
 from support_tokens.robustness.measure import EvaluationData, Measurement
 from support_tokens.robustness.perturbations.set import PerturbationSet
@@ -19,7 +37,143 @@ OfArm = Callable[[str], Statistic]
 """A figure of an arm by its name: weights of the sequences `(..., N)` to values by seed `(..., S)`."""
 
 
-class Comparison:
+@dataclass(frozen=True)
+class ArmDetails:
+    r"""What a caller knows of an arm beyond its model; the report shows it.
+
+    Args:
+        label: Name for display; the arm's key where empty.
+        description: One sentence: how the arm was trained.
+        seconds: Wall time of training.
+        margins: Log margins on held-out text and along one sentence.
+    """
+
+    label: str = ""
+    description: str = ""
+    seconds: float | None = None
+    margins: ArmMargins | None = None
+
+
+def compare(
+    measured: Mapping[str, Sequence[Measurement]],
+    data: EvaluationData,
+    perturbations: PerturbationSet,
+    *,
+    baseline: str | None = None,
+    seeds: Sequence[int] | None = None,
+    details: Mapping[str, ArmDetails] | None = None,
+    bootstrap: Bootstrap | None = None,
+    structure: Sequence[StructureFigures] = (),
+    split: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> RobustnessReport:
+    r"""The report of what `measure` gave for each arm and seed; arguments as in `evaluate_robustness`.
+
+    `structure` is what is known of the structure of the arms. With `split`, and two sequences or more, the report also
+    holds what choosing arms on one half of the sequences and judging them on the other needs.
+    """
+    first, n_seeds = _check_arms(measured, baseline, seeds, details)
+    order = [first, *(name for name in measured if name != first)]
+    chosen = bootstrap or Bootstrap()
+    figures = _Comparison(measured, data, perturbations, chosen, n_seeds)
+    known = {name: (details or {}).get(name, ArmDetails()) for name in order}
+    labels = tuple(seeds) if seeds is not None else tuple(range(n_seeds))
+    rms = {name: float(np.mean([m.embedding_rms for m in measured[name]])) for name in order}
+    pairs = [(arm, other) for place, arm in enumerate(order) for other in order[:place]]
+    return RobustnessReport(
+        baseline=first,
+        unit=data.unit,
+        seeds=labels,
+        data=data.record(),
+        bootstrap=BootstrapRecord(
+            "BCa",
+            chosen.confidence,
+            chosen.resamples,
+            chosen.seed,
+            ("sequences",) * (data.sequences > 1) + ("seeds",) * (n_seeds > 1),
+        ),
+        arms=tuple(
+            ArmRecord(
+                name,
+                known[name].label or name,
+                known[name].description,
+                known[name].seconds,
+                tuple(m.embedding_rms for m in measured[name]),
+                rms[name] / rms[first],
+            )
+            for name in order
+        ),
+        perturbation_checksum=perturbations.checksum,
+        perturbations=tuple(
+            PerturbationRecord(p.name, p.family, p.strength, p.axis, p.record()) for p in perturbations.items
+        ),
+        results=tuple(figures.result(name, p.name) for name in order for p in perturbations.items),
+        areas=tuple(figures.area(name, family) for name in order for family in figures.families),
+        differences=tuple(
+            figures.difference(
+                name, first, p.name, figures.bits(p.name), figures.degradation(p.name), figures.calibration(p.name)
+            )
+            for name in order[1:]
+            for p in perturbations.items
+        ),
+        area_differences=tuple(figures.area_difference(*pair, family) for pair in pairs for family in figures.families),
+        margins=histograms({name: known[name].margins for name in order}),
+        sentence=sentence({name: known[name].margins for name in order}),
+        structure=tuple(structure),
+        split=_split(measured, data, perturbations, chosen, pairs) if split and data.sequences > 1 else None,
+        config=dict(config or {}),
+        versions=versions(),
+    )
+
+
+def _split(
+    measured: Mapping[str, Sequence[Measurement]],
+    data: EvaluationData,
+    perturbations: PerturbationSet,
+    bootstrap: Bootstrap,
+    pairs: Sequence[tuple[str, str]],
+) -> Split:
+    chosen_on, judged_on = (
+        _Comparison(
+            {arm: [m.part(rows) for m in of_arm] for arm, of_arm in measured.items()},
+            data.part(rows),
+            perturbations,
+            bootstrap,
+            len(next(iter(measured.values()))),
+        )
+        for rows in (slice(0, None, 2), slice(1, None, 2))
+    )
+    return Split(
+        tuple(Choice(arm, of, bits) for arm in measured for of, bits in chosen_on.heights(arm).items()),
+        tuple(judged_on.area_difference(*pair, family) for pair in pairs for family in judged_on.families),
+    )
+
+
+def _check_arms(
+    measured: Mapping[str, Sequence[object]],
+    baseline: str | None,
+    seeds: Sequence[int] | None,
+    details: Mapping[str, ArmDetails] | None,
+) -> tuple[str, int]:
+    """The baseline and the number of seeds."""
+    if not measured:
+        raise ArgumentError("At least one arm is required for an evaluation, but there is none; pass {'name': model}.")
+    counts = {name: len(of_arm) for name, of_arm in measured.items()}
+    n_seeds = next(iter(counts.values()))
+    if n_seeds < 1 or set(counts.values()) != {n_seeds}:
+        raise ArgumentError(
+            f"Arms that are compared need the same seeds, at least one, but have {counts}; pass one model a seed."
+        )
+    if seeds is not None and (len(seeds) != n_seeds or len(set(seeds)) != n_seeds):
+        raise ArgumentError(f"The seeds must be {n_seeds} different ones, one a model of each arm, not {list(seeds)}.")
+    first = next(iter(measured)) if baseline is None else baseline
+    for name in (first, *(details or {})):
+        if name not in measured:
+            raise ArgumentError(f"The arms are {', '.join(map(repr, measured))}; {name!r} is none of them.")
+    return first, n_seeds
+
+
+class _Comparison:
     """Statistics of what was measured, and their estimates.
 
     Args:
