@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support_tokens.analysis import FIGURES, MarginReport, analyze, analyze_text
 from support_tokens.analysis import texts as module
 from support_tokens.errors import ArgumentError, DataError, NumericalError, RunFolderError
 from support_tokens.margins import view_sign
-from support_tokens.models import build_small_gpt, character_tokenizer, model_margins
+from support_tokens.models import build_small_gpt, character_tokenizer, in_turn, model_margins
 from tiny_models import attention_jacobians, everything_in_float64, tiny_model
 
 IDS = [3, 7, 1, 12, 5, 5, 9]
@@ -156,6 +157,24 @@ def test_what_was_done_survives_an_interruption(monkeypatch) -> None:
         analyze_texts(model, Numbers(), MANY)
 
 
+def test_every_block_is_left_in_its_mode() -> None:
+    model = tiny_model("gpt2").train()
+    model.transformer.h[1].eval()  # as someone who freezes a block sets it
+    modes = [block.training for block in model.modules()]
+    analyze(model, Numbers(), IDS)
+    assert [block.training for block in model.modules()] == modes
+
+
+def test_it_waits_for_its_turn_on_the_model() -> None:
+    model, finished = tiny_model("gpt2"), threading.Event()
+    other = threading.Thread(target=lambda: (analyze(model, Numbers(), IDS), finished.set()))
+    with in_turn(model):
+        other.start()
+        assert not finished.wait(0.3)
+    other.join()
+    assert finished.is_set()
+
+
 def test_progress_counts_tokens() -> None:
     seen = []
     analyze_texts(tiny_model("gpt2"), Numbers(), MANY, batch_size=2, progress=lambda *said: seen.append(said))
@@ -282,9 +301,9 @@ def test_a_model_that_gives_no_finite_figures_is_named() -> None:
         model.transformer.h[0].attn.c_proj.weight.fill_(float("nan"))
     with pytest.raises(NumericalError, match="surprisal of a token must be finite"):
         analyze(model, Numbers(), IDS)
-    with pytest.raises(NumericalError, match="the Jacobian of layer 0 is not finite"):
+    with pytest.raises(NumericalError, match="log_abs_det of layer 0 must be finite"):
         analyze(model, Numbers(), IDS, without=("surprisal_nats",))
-    with pytest.raises(NumericalError, match="log_abs_det of layer 0 is not finite"):
+    with pytest.raises(NumericalError, match="log_abs_det of layer 0 must be finite"):
         analyze(model, Numbers(), IDS, without=FIGURES)
 
 

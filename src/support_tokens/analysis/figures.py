@@ -9,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError, NumericalError
-from support_tokens.margins import AttentionState, JacobianBlocks, state_margins, view_sign
-from support_tokens.margins.linalg import full_precision, safe_slogdet
-from support_tokens.models import capture_attention
+from support_tokens.margins import rankable_positions
+from support_tokens.models import MarginReader, capture_attention, text_inputs
 from support_tokens.report.records import Window
 
 FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprisal_nats")
 """Figures beside sign and log|det|; each costs time, and none is needed for the others."""
-
-_CHUNK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,16 @@ def measure_windows(
         mask[row, : len(own)] = 1
     input_ids, mask = input_ids.to(device), mask.to(device)
     with capture_attention(model, layers=layers) as captured:
-        # Without padding no mask is passed: then each kernel is the one that a single text meets.
-        given = None if bool(mask.all()) else mask
-        logits = model(input_ids=input_ids, attention_mask=given, use_cache=False).logits
-    states = captured.states(given)
+        inputs = text_inputs(model, input_ids, mask)
+        logits = model(**inputs).logits
+    states = captured.states(inputs["attention_mask"])
     surprisals = [
         _surprisals(logits[row], input_ids[row], window) if "surprisal_nats" in figures else None
         for row, window in enumerate(windows)
     ]
     del logits
     counts = [window.stop - window.first for window in windows]
-    # Only new tokens are measured; rows of a shorter window repeat its last one.
+    # Only new tokens are read; a shorter window repeats its last position.
     positions = torch.tensor(
         [
             [min(window.first - window.start + i, window.stop - window.start - 1) for i in range(max(counts))]
@@ -96,76 +92,26 @@ def measure_windows(
         ],
         device=device,
     )
+    names = {"gradient_norm" if name == "gradient_share" else name for name in figures}
+    reader = MarginReader(names | {"sign", "log_abs_det"}, views)
     found: list[dict[tuple[int, str], Measured]] = [{} for _ in windows]
-    for done, layer in enumerate(sorted(states)):
-        parts_of = _of_state(
-            states[layer], positions, views, figures, layer, lambda share, done=done: tick((done + share) / len(states))
-        )
-        for view, parts in parts_of.items():
+    for done, (layer, state) in enumerate(sorted(states.items())):
+        by_view = reader(layer, state, positions, lambda part, done=done: tick((done + part) / len(states)))
+        rankable = rankable_positions(state).gather(1, positions)
+        for view, parts in by_view.items():
+            parts = {name: part.cpu() for name, part in (parts | {"rankable": rankable}).items()}
             for row, count in enumerate(counts):
                 found[row][layer, view] = _measured({name: part[row, :count] for name, part in parts.items()}, layer)
     return found, surprisals
 
 
-def _of_state(
-    state: AttentionState,
-    positions: Tensor,
-    views: Sequence[str],
-    figures: Sequence[str],
-    layer: int,
-    tick: Callable[[float], None],
-) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, list[Tensor]]] = {view: {} for view in views}
-    with full_precision(state.query):
-        blocks = JacobianBlocks(state)
-        identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
-        chunks = _chunks(state, positions)
-        for place, rows in enumerate(chunks):
-            tick(place / len(chunks))
-            dense = blocks.dense(rows) if {"sigma_min", "gradient_share", "coupling_sign"} & set(figures) else None
-            if dense is not None and not bool(dense.isfinite().all()):
-                raise _not_finite("the Jacobian", layer)
-            heads = blocks.per_head(rows) if "per_head" in figures else None
-            coupling = _coupling_sign(dense) if dense is not None and "coupling_sign" in figures else None
-            for view in views:
-                sign = view_sign(view)
-                margins = state_margins(state, view=view, positions=rows)
-                made = {"sign": margins.sign, "log_abs_det": margins.log_abs_det, "rankable": margins.rankable}
-                if dense is not None and {"sigma_min", "gradient_share"} & set(figures):
-                    singular = torch.linalg.svdvals(identity + sign * dense)
-                    made["sigma_min"] = singular[..., -1]
-                    made["gradient_norm"] = singular.reciprocal().square().sum(-1).sqrt()
-                if coupling is not None:
-                    made["coupling_sign"] = coupling
-                if heads is not None:
-                    own = torch.eye(heads.shape[-1], dtype=heads.dtype, device=heads.device)
-                    made["per_head"] = safe_slogdet(own + sign * heads).log_abs_det
-                for name, value in made.items():
-                    found[view].setdefault(name, []).append(value)
-    wanted = {"gradient_norm" if name == "gradient_share" else name for name in figures}
-    keep = {"sign", "log_abs_det", "rankable"} | wanted
-    return {
-        view: {name: torch.cat(parts, dim=1).cpu() for name, parts in made.items() if name in keep}
-        for view, made in found.items()
-    }
-
-
-def _coupling_sign(dense: Tensor) -> Tensor:
-    r"""Sign of the eigenvalue of largest modulus of the symmetric part; 0 where it is zero."""
-    values = torch.linalg.eigvalsh((dense + dense.mT) / 2)
-    low, high = values[..., 0], values[..., -1]
-    return torch.where(-low > high, low, high).sign()
-
-
-def _chunks(state: AttentionState, positions: Tensor) -> Sequence[Tensor]:
-    size = max(1, _CHUNK_BYTES // (state.batch * state.width**2 * state.query.element_size()))
-    return positions.split(size, dim=1)
-
-
 def _measured(parts: dict[str, Tensor], layer: int) -> Measured:
-    for name in ("log_abs_det", "sigma_min", "per_head"):
+    for name in ("log_abs_det", "sigma_min", "coupling_sign", "per_head"):
         if name in parts and not bool(parts[name].isfinite().all()):
-            raise _not_finite(name, layer)
+            raise NumericalError(
+                f"{name} of layer {layer} must be finite, received infinity or NaN; load the model in float32 and "
+                "check its weights."
+            )
     sign = [int(s) for s in parts["sign"].tolist()]
     norms = parts.get("gradient_norm")
     return Measured(
@@ -180,15 +126,8 @@ def _measured(parts: dict[str, Tensor], layer: int) -> Measured:
 
 
 def _norm(norm: float, sign: int) -> float | None:
-    # The gradient does not exist at a singular matrix.
+    # A singular matrix has no gradient.
     return norm if sign and norm < float("inf") else None
-
-
-def _not_finite(name: str, layer: int) -> NumericalError:
-    return NumericalError(
-        f"{name} of layer {layer} is not finite, where the model must give finite activations; load it in float32 and "
-        "check its weights."
-    )
 
 
 def _surprisals(logits: Tensor, ids: Tensor, window: Window) -> list[float | None]:
@@ -201,8 +140,8 @@ def _surprisals(logits: Tensor, ids: Tensor, window: Window) -> list[float | Non
     values = (rows.logsumexp(-1) - taken).tolist()
     if not all(value < float("inf") for value in values):
         raise NumericalError(
-            "the surprisal of a token must be finite, received infinity or NaN; load the model in "
-            "and check its weights."
+            "the surprisal of a token must be finite, received infinity or NaN; load the model in float32 and check "
+            "its weights."
         )
     return [*[None] * (begin - first), *values]
 

@@ -14,7 +14,7 @@ from support_tokens.analysis.windows import default_overlap, model_window, windo
 from support_tokens.errors import ArgumentError, DataError
 from support_tokens.files import versions
 from support_tokens.margins import view_sign
-from support_tokens.models import capture_attention
+from support_tokens.models import capture_attention, evaluating, in_turn
 from support_tokens.report.records import AnalyzedText, LayerMargins, MarginRecord, TokenMargin, Window
 
 Progress = Callable[[int, int], None]
@@ -79,13 +79,14 @@ def analyze_texts(
         raise ArgumentError(f"batch_size must be at least 1, received {batch_size}; 1 is the slowest and smallest.")
     if not texts:
         raise DataError("there is no text to analyze; pass one text or more.")
-    with capture_attention(model, layers):
+    with in_turn(model), capture_attention(model, layers):
         pass  # what is wrong with the layers or the model is said before any work
     window = model_window(model, window)
     overlap = default_overlap(window) if overlap is None else overlap
     ids = {label: _ids(model, tokenizer, label, text) for label, text in texts.items()}
     jobs = [(label, own) for label, tokens in ids.items() for own in windows_of(len(tokens), window, overlap)]
-    finished, complete = _run(model, ids, jobs, layers, views, figures, batch_size, progress)
+    with in_turn(model), evaluating(model):
+        finished, complete = _run(model, ids, jobs, layers, views, figures, batch_size, progress)
     analyzed, entries = [], []
     for label in ids:
         mine = [(own, made) for (of, own), made in zip(jobs, finished, strict=False) if of == label]
@@ -119,8 +120,6 @@ def _run(
     """The figures of the windows in order, and whether all are there."""
     total = sum(map(len, ids.values()))
     finished: list[_Figures] = []
-    training = model.training
-    model.eval()
     try:
         for begin in range(0, len(jobs), batch_size):
             done = sum(own.stop - own.first for _, own in jobs[:begin])
@@ -137,8 +136,6 @@ def _run(
     except KeyboardInterrupt:
         if not finished:
             raise
-    finally:
-        model.train(training)
     if progress is not None:
         progress(sum(own.stop - own.first for _, own in jobs[: len(finished)]), total)
     return finished, len(finished) == len(jobs)

@@ -2,11 +2,10 @@ r"""Long texts by windows that overlap: each token is reported once, with at lea
 
 __all__ = ["default_overlap", "model_window", "windows_of"]
 
-from typing import Any
-
 from torch import nn
 
 from support_tokens.errors import ArgumentError
+from support_tokens.models import context_length
 from support_tokens.report.records import Window
 
 _LONGEST_DEFAULT = 1024
@@ -52,9 +51,7 @@ def model_window(model: nn.Module, window: int | None) -> int:
     Raises:
         ArgumentError: The model has no positions for so many tokens.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_length(model)
     if window is None:
         return min(context or _LONGEST_DEFAULT, _LONGEST_DEFAULT)
     if context is not None and window > context:

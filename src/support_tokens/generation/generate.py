@@ -2,13 +2,14 @@ r"""Generation that knows its margin: `model.generate` with a KV cache, and the 
 
 __all__ = ["DEFAULT_SIGNALS", "generate"]
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -19,7 +20,6 @@ from transformers import (
 )
 
 from support_tokens.errors import ArgumentError, UnsupportedModelError
-from support_tokens.generation.lent import generating_plainly, in_turn
 from support_tokens.generation.prompts import Prompts, encoded_prompts, end_tokens
 from support_tokens.generation.rules import Rule
 from support_tokens.generation.run import Run
@@ -27,7 +27,7 @@ from support_tokens.generation.sampling import RowSampler
 from support_tokens.generation.signals.observer import Observer
 from support_tokens.generation.signals.table import TOKEN_SIGNALS, chosen_signals
 from support_tokens.law import EmbeddingLaw, EmbeddingPrior
-from support_tokens.models import evaluating, quiet_transformers
+from support_tokens.models import evaluating, in_turn, quiet_transformers
 from support_tokens.report.records import GeneratedToken, Generation
 
 DEFAULT_SIGNALS = (
@@ -138,7 +138,7 @@ def generate(
         observer = Observer(model, (*watched, *margin), layers, view, law)
         after.callback(observer.remove)
         run = Run(observer, watched, tokenizer, encoded, ends, max_new_tokens, limits, adapt, on_token)
-        for lent in (quiet_transformers(), evaluating(model), generating_plainly(model, ends, encoded.pad)):
+        for lent in (quiet_transformers(), evaluating(model), _generating_plainly(model, ends, encoded.pad)):
             after.enter_context(lent)
         try:
             model.generate(  # type: ignore[operator]
@@ -155,6 +155,25 @@ def generate(
             if not run.begun:
                 raise
     return run.generations()
+
+
+@contextmanager
+def _generating_plainly(model: nn.Module, ends: frozenset[int], pad: int) -> Iterator[None]:
+    """Within it the model's generation settings name its end and padding tokens, and nothing else.
+
+    `model.generate` reads from them whatever its caller leaves open: penalties and biases, which change the logits
+    before anything else sees them, stopping by time or by words, other caches and other searches.
+    """
+    owners = [vars(module) for module in model.modules() if "generation_config" in vars(module)]  # wrapped ones too
+    before = [attributes["generation_config"] for attributes in owners]
+    plain = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=pad)
+    for attributes in owners:
+        attributes["generation_config"] = plain
+    try:
+        yield
+    finally:
+        for attributes, settings in zip(owners, before, strict=True):
+            attributes["generation_config"] = settings
 
 
 class _Before(LogitsProcessor):

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
-from support_tokens.generation.lent import in_turn
-from support_tokens.generation.signals.scoring import positions_of
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import AttentionState, JacobianBlocks, position_chunks
 from support_tokens.margins.linalg import each_matrix, full_precision
-from support_tokens.models import evaluating, hook_embeddings
+from support_tokens.models import evaluating, hook_embeddings, in_turn, text_inputs
 
 
 @torch.no_grad()
@@ -82,12 +80,12 @@ def predict_under_noise(
         return x + scale * noise.reshape(x.shape).to(x.dtype)
 
     mask = None if attention_mask is None else attention_mask.repeat(samples, 1)
-    ids, positions = input_ids.repeat(samples, 1), positions_of(model, mask)
+    inputs = text_inputs(model, input_ids.repeat(samples, 1), mask)
     with ExitStack() as after:
         after.enter_context(in_turn(model))
         after.enter_context(evaluating(model))
         after.callback(hook_embeddings(model, disturb).remove)
-        logits = _wide(model(input_ids=ids, attention_mask=mask, use_cache=False, **positions).logits)
+        logits = _wide(model(**inputs).logits)
     log_p = (logits - logits.logsumexp(-1, keepdim=True)).reshape(samples, batch, *logits.shape[1:])
     return log_p.logsumexp(0) - math.log(samples)
 
@@ -112,8 +110,7 @@ def embedding_rms(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | 
         after.enter_context(in_turn(model))
         after.enter_context(evaluating(model))
         after.callback(hook_embeddings(model, lambda x: seen.append(x)).remove)
-        positions = positions_of(model, attention_mask)
-        model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions)
+        model(**text_inputs(model, input_ids, attention_mask))
     x = seen[0] if attention_mask is None else seen[0][attention_mask.bool()]
     return x.double().square().mean().sqrt().item()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
+from support_tokens.models import context_length, text_config
 
 Prompts = str | Sequence[str | Sequence[int]]
 """A text, or several, each a text or token ids."""
@@ -53,9 +54,7 @@ def encoded_prompts(model: nn.Module, tokenizer: Any, prompts: Prompts, max_new_
     if not given:
         raise ArgumentError("prompts must hold one prompt or more, received none; pass a text.")
     rows = [_ids(tokenizer, place, prompt) for place, prompt in enumerate(given)]
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    context, vocabulary = getattr(config, "max_position_embeddings", None), getattr(config, "vocab_size", None)
+    context, vocabulary = context_length(model), getattr(text_config(model), "vocab_size", None)
     for place, row in enumerate(rows):
         if not row:
             raise ArgumentError(f"prompt {place} is empty, where one token or more is required; write something.")

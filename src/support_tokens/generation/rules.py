@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor
 
 from support_tokens.errors import ArgumentError
-from support_tokens.generation.signals.observer import MarginReader
-from support_tokens.models import AttentionCapture
+from support_tokens.models import AttentionCapture, MarginReader
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """Logits `(B, V)` and log margins `(B,)` in nats to logits."""
@@ -130,7 +129,7 @@ class MarginProcessor(LogitsProcessor):
 
     def __init__(self, model: nn.Module, rule: Rule, *, layer: int = 0, view: str = "noise") -> None:
         self.rule = rule
-        self._reader = MarginReader(view)
+        self._reader = MarginReader(views=(view,))
         self._capture = AttentionCapture(model, (layer,))
         self._ids: Tensor | None = None
         self.log_margin: Tensor | None = None
@@ -138,8 +137,7 @@ class MarginProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         """As `generate` calls it: tokens so far `(B, T)`, and logits `(B, V)`."""
-        states = self._capture.states()
-        (state,) = states.values()
+        ((layer, state),) = self._capture.states().items()
         before = None if state.key.shape[2] == state.length else self._ids  # a text that begins goes on from nothing
         if before is not None and not torch.equal(input_ids[:, :-1], before):
             raise ArgumentError(
@@ -147,8 +145,8 @@ class MarginProcessor(LogitsProcessor):
                 "search does, where a margin would be held against another beam's; sample or decode greedily."
             )
         self._ids = input_ids
-        (slogdet,) = self._reader(states, 1).values()
-        self.log_margin = slogdet.log_abs_det[:, 0]
+        (figures,) = self._reader(layer, state, slice(state.length - 1, state.length)).values()
+        self.log_margin = figures["log_abs_det"][:, 0]
         return self.rule(scores, self.log_margin)
 
     def remove(self) -> None:

@@ -90,7 +90,7 @@ class Run:
         self._raw = scores
         sound = scores.amax(-1, keepdim=True).isfinite()  # NaN, an infinity above all, and no token at all: none is
         if self._adapt is not None:
-            margins = next(iter(self._observer.margins(self._given).values())).log_abs_det[:, 0]  # of the first layer
+            margins = next(iter(self._observer.margins(self._given).values()))[:, 0]  # of the first layer
             scores = self._adapt(scores, margins)
             sound = sound & scores.amax(-1, keepdim=True).isfinite()  # a margin may be no number where logits are
         self._sound = sound[:, 0]

@@ -257,19 +257,20 @@ def rankable_positions(state: AttentionState) -> Tensor:
 
 def position_chunks(
     state: AttentionState,
-    positions: Tensor | None,
+    positions: Rows | None,
     width: int,
     chunk_size: int | None = None,
     budget: int = _CHUNK_BYTES,
 ) -> list[Rows]:
-    """Query positions in chunks, slices of the sequence or columns of `positions`, `budget` bytes of matrices in
+    """Query positions in chunks, slices of the sequence or columns of indices `(B, n)`, `budget` bytes of matrices in
     each."""
-    count = state.length if positions is None else positions.shape[1]
+    if isinstance(positions, slice):
+        begin, end = positions.start, positions.stop
+    else:
+        begin, end = 0, state.length if positions is None else positions.shape[1]
     if chunk_size is None:
         chunk_size = max(1, budget // (state.batch * width * width * state.query.element_size()))
     elif chunk_size < 1:
         raise ArgumentError(f"chunk_size must be at least 1, received {chunk_size}; leave it None to choose by memory.")
-    bounds = [(start, min(start + chunk_size, count)) for start in range(0, count, chunk_size)]
-    if positions is None:
-        return [slice(*b) for b in bounds]
-    return [positions[:, b[0] : b[1]] for b in bounds]
+    chunks = [slice(start, min(start + chunk_size, end)) for start in range(begin, end, chunk_size)]
+    return [positions[:, chunk] for chunk in chunks] if isinstance(positions, Tensor) else chunks

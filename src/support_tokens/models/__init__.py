@@ -3,16 +3,19 @@
 __all__ = [
     "AttentionCapture",
     "Decoder",
+    "MarginReader",
     "build_small_gpt",
     "capture_attention",
     "character_tokenizer",
     "checked_device",
+    "context_length",
     "decoder_blocks",
     "encode",
     "evaluating",
     "execution_device",
     "find_decoder",
     "hook_embeddings",
+    "in_turn",
     "is_replica",
     "load_model",
     "load_small_gpt",
@@ -22,6 +25,7 @@ __all__ = [
     "restore_loss_function",
     "save_trainer_checkpoint",
     "text_config",
+    "text_inputs",
     "torch_threads",
     "trains_before",
     "unknown_rate",
@@ -46,11 +50,12 @@ if TYPE_CHECKING:
         evaluating,
         find_decoder,
         hook_embeddings,
-        text_config,
         trains_before,
     )
+    from support_tokens.models.inputs import context_length, text_config, text_inputs
     from support_tokens.models.loading import checked_device, load_model
     from support_tokens.models.margins import model_margins
+    from support_tokens.models.reader import MarginReader
     from support_tokens.models.small_gpt import (
         build_small_gpt,
         character_tokenizer,
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
         torch_threads,
         unknown_rate,
     )
+    from support_tokens.models.turns import in_turn
 
 __getattr__ = lazy_exports(
     __name__,
@@ -76,11 +82,14 @@ __getattr__ = lazy_exports(
         "evaluating": "hooks",
         "find_decoder": "hooks",
         "hook_embeddings": "hooks",
-        "text_config": "hooks",
         "trains_before": "hooks",
+        "context_length": "inputs",
+        "text_config": "inputs",
+        "text_inputs": "inputs",
         "checked_device": "loading",
         "load_model": "loading",
         "model_margins": "margins",
+        "MarginReader": "reader",
         "build_small_gpt": "small_gpt",
         "character_tokenizer": "small_gpt",
         "encode": "small_gpt",
@@ -88,5 +97,6 @@ __getattr__ = lazy_exports(
         "quiet_transformers": "small_gpt",
         "torch_threads": "small_gpt",
         "unknown_rate": "small_gpt",
+        "in_turn": "turns",
     },
 )

@@ -1,11 +1,10 @@
 """Where a causal language model is hooked: its decoder, its residual blocks, and the embeddings that enter them."""
 
-__all__ = ["Decoder", "decoder_blocks", "evaluating", "find_decoder", "hook_embeddings", "text_config", "trains_before"]
+__all__ = ["Decoder", "decoder_blocks", "evaluating", "find_decoder", "hook_embeddings", "trains_before"]
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from support_tokens.errors import UnsupportedModelError
 from support_tokens.models.compat import execution_device
-
-
-def text_config(model: nn.Module) -> Any:
-    """The configuration of the text decoder in `model`, or None if no module has a configuration of transformers.
-
-    Args:
-        model: A model of transformers, wrapped (PEFT, DDP, `torch.compile`) or not.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
-        >>> text_config(model).hidden_size
-        8
-    """
-    configs = (getattr(module, "config", None) for module in model.modules())
-    config = next((c for c in configs if hasattr(c, "get_text_config")), None)
-    return None if config is None else config.get_text_config(decoder=True)
+from support_tokens.models.inputs import text_config, transformers_model
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
@@ -211,16 +194,14 @@ def _depends(result: Tensor, source: Tensor) -> bool:
 
 def _causal_model(model: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     """The transformers model that computes the loss, under any wrapper, its token embedding and its head."""
-    from transformers import PreTrainedModel
-
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-    if inner is not None and inner.can_generate() and not inner.config.is_encoder_decoder:
+    inner = transformers_model(model)
+    if hasattr(inner, "can_generate") and inner.can_generate() and not inner.config.is_encoder_decoder:
         embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
         if isinstance(embedding, nn.Module) and isinstance(head, nn.Module):
             return inner, embedding, head
     raise UnsupportedModelError(
         f"model must be a causal language model of transformers with a language-model head, received "
-        f"{type(model if inner is None else inner).__name__}; load it with AutoModelForCausalLM."
+        f"{type(inner).__name__}; load it with AutoModelForCausalLM."
     )
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from support_tokens.margins import Margins, state_margins
 from support_tokens.models.capture import capture_attention
+from support_tokens.models.inputs import text_inputs
+from support_tokens.models.turns import in_turn
 
 
 def model_margins(
@@ -19,13 +21,14 @@ def model_margins(
     layers: Sequence[int] = (0,),
     view: str = "noise",
 ) -> dict[int, Margins]:
-    r"""Exact margins of chosen layers of `model` at every token, $J_t = I \mp \partial\mu_t/\partial x_t$, without
-    gradient.
+    r"""Exact margins of chosen layers of `model` at every token, without gradient.
+
+    $$ J_t = I \mp \partial\mu_t / \partial x_t . $$
 
     Args:
         model: A causal language model of transformers whose family is supported.
         input_ids: Tokens, `(B, T)`.
-        attention_mask: 1 at real tokens, `(B, T)`; None: all are.
+        attention_mask: 1 at real tokens, `(B, T)`, padded on either side; None: all are.
         layers: Indices of blocks.
         view: `noise` or `block`.
 
@@ -42,7 +45,8 @@ def model_margins(
         >>> model_margins(model, torch.arange(6).unsqueeze(0))[0].log_abs_det.shape
         torch.Size([1, 6])
     """
-    with torch.inference_mode(), capture_attention(model, layers=layers) as captured:
-        model(input_ids=input_ids, attention_mask=attention_mask)
-        states = captured.states(attention_mask)
+    with in_turn(model), torch.inference_mode(), capture_attention(model, layers=layers) as captured:
+        inputs = text_inputs(model, input_ids, attention_mask)
+        model(**inputs)
+        states = captured.states(inputs["attention_mask"])
         return {layer: state_margins(state, view=view) for layer, state in states.items()}

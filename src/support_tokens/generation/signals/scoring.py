@@ -1,16 +1,13 @@
 r"""Uncertainty of a given text under a model, by teacher forcing: every token, and the text as a whole."""
 
-__all__ = ["positions_of", "score_sequences", "score_tokens"]
+__all__ = ["score_sequences", "score_tokens"]
 
-import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
-from support_tokens.generation.lent import in_turn
 from support_tokens.generation.signals.observer import Observer
 from support_tokens.generation.signals.table import (
     SEQUENCE_SIGNALS,
@@ -22,7 +19,7 @@ from support_tokens.generation.signals.table import (
     token_values,
 )
 from support_tokens.law import EmbeddingLaw, EmbeddingPrior
-from support_tokens.models import evaluating
+from support_tokens.models import evaluating, in_turn, text_config, text_inputs
 
 # Bytes of the logits of one forward pass; more sequences than fit are read by several passes.
 _LOGIT_BYTES = 256 * 2**20
@@ -145,7 +142,7 @@ def _passes(
 ) -> Iterator[tuple[Quantities, Tensor]]:
     """Quantities of a few sequences after the other, each with its positions from the last of the prompt on."""
     mask = _checked(input_ids, attention_mask)
-    size = max(1, _LOGIT_BYTES // (4 * input_ids.shape[1] * _vocabulary(model)))
+    size = max(1, _LOGIT_BYTES // (4 * input_ids.shape[1] * getattr(text_config(model), "vocab_size", 1)))
     prompts = torch.as_tensor(prompt_lengths, device=input_ids.device).expand(len(input_ids)).unsqueeze(-1)
     if bool((prompts < 1).any()):
         raise ArgumentError(
@@ -154,18 +151,15 @@ def _passes(
     with in_turn(model), evaluating(model):
         for begin in range(0, len(input_ids), size):
             rows = slice(begin, begin + size)
-            ids, real, whole = input_ids[rows], mask[rows].bool(), bool(mask[rows].all())
+            ids, real = input_ids[rows], mask[rows].bool()
             answer = real & (real.cumsum(-1) >= prompts[rows])
             following = torch.full_like(ids, -1)
             following[:, :-1] = ids[:, 1:].masked_fill(~real[:, 1:], -1)
-            # Without padding no mask is passed: then each kernel is the one that a single text meets.
-            given = None if whole else mask[rows]
+            inputs = text_inputs(model, ids, mask[rows])
             observer = Observer(model, signals, layers, view, law)
             try:
-                logits = model(
-                    input_ids=ids, attention_mask=given, use_cache=False, **positions_of(model, given)
-                ).logits
-                yield observer.read(logits, following, given, answer), answer
+                logits = model(**inputs).logits
+                yield observer.read(logits, following, inputs["attention_mask"], answer), answer
             finally:
                 observer.remove()
 
@@ -184,16 +178,3 @@ def _checked(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
             f"{tuple(attention_mask.shape)}; pass 1 at real tokens and 0 at padding."
         )
     return attention_mask.to(input_ids)
-
-
-def _vocabulary(model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(config, "vocab_size", 1))
-
-
-def positions_of(model: nn.Module, mask: Tensor | None) -> dict[str, Tensor]:
-    """Positions that count real tokens, as in `generate`: a text padded on the left is then read as it is without."""
-    if mask is None or "position_ids" not in inspect.signature(model.forward).parameters:
-        return {}
-    return {"position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)}

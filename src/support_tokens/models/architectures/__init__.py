@@ -8,7 +8,8 @@ from support_tokens.errors import UnsupportedModelError
 from support_tokens.models.architectures.families import TABLES
 from support_tokens.models.architectures.table import Architecture, Norm
 from support_tokens.models.architectures.weights import effective_weight
-from support_tokens.models.hooks import decoder_blocks, text_config
+from support_tokens.models.hooks import decoder_blocks
+from support_tokens.models.inputs import text_config
 
 
 def supported_families() -> tuple[str, ...]:
