@@ -1,52 +1,95 @@
-"""Pages keep their word: examples run, tests that are cited exist, links between files lead somewhere."""
+"""Documentation: code on pages runs and prints what the page shows, links and cited tests exist, the prose is plain."""
 
 import ast
+import contextlib
 import doctest
+import io
 import re
+import traceback
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", flags=re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<comment> *<!-- (?:not run|run by).*?-->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```\n?",
+    flags=re.MULTILINE | re.DOTALL,
+)
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+class Step(NamedTuple):
+    """A block of code of a page, and the output that the page shows below it."""
+
+    line: int
+    code: str
+    shown: str
 
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def examples(text: str) -> str:
-    """The fenced sessions of a page, one after the other: names carry on from one to the next."""
-    return "\n\n".join(body for _, _, body in FENCE.findall(text) if body.lstrip().startswith(">>> "))
+def steps(text: str) -> list[Step]:
+    """The Python blocks of a page in order. `<!-- not run: reason -->` or `<!-- run by TEST -->` above one skips it."""
+    fences = list(FENCE.finditer(text))
+    result = []
+    for fence, after in zip_longest(fences, fences[1:]):
+        if fence["language"] != "python" or fence["comment"]:
+            continue
+        adjacent = after is not None and not text[fence.end() : after.start()].strip()
+        shown = after["body"] if after is not None and adjacent and after["language"] == "text" else ""
+        result.append(Step(text.count("\n", 0, fence.start("body")) + 1, fence["body"], shown))
+    return result
 
 
-def failures(text: str, name: str, report: list[str]) -> int:
-    session = doctest.DocTestParser().get_doctest(examples(text), {"__name__": "page"}, name, name, 0)
-    return doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(session, out=report.append).failed
+def failure(text: str, name: str) -> str:
+    """What is wrong with the first block that fails; names carry on from one block to the next."""
+    names: dict = {"__name__": "page"}
+    for line, code, shown in steps(text):
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(compile("\n" * (line - 1) + code, name, "exec"), names)
+        except Exception:
+            return traceback.format_exc()
+        if not doctest.OutputChecker().check_output(shown, printed.getvalue(), FLAGS):
+            return f"{name}:{line}: the page shows\n{shown}\nand the code prints\n{printed.getvalue()}"
+    return ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_examples_run(page: Path) -> None:
-    report: list[str] = []
-    assert failures(page.read_text(encoding="utf-8"), name_of(page), report) == 0, "".join(report)
+def test_code_runs_and_prints_what_is_shown(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = failure(page.read_text(encoding="utf-8"), name_of(page))
+    assert not wrong, wrong
 
 
-def test_a_wrong_example_is_seen() -> None:
-    text = "Words\n\n```pycon\n>>> one = 1\n```\n\nmore\n\n```pycon\n>>> one + 1\n3\n```\n"
-    report: list[str] = []
-    assert failures(text, "page", report) == 1
-    assert failures(text.replace("\n3\n", "\n2\n"), "page", report) == 0
+def test_wrong_output_and_errors_are_seen() -> None:
+    text = "Words\n\n```python\none = 1\n```\n\nmore\n\n```python\nprint(one + 1)\n```\n\n```text\n3\n```\n"
+    assert "page:10: the page shows\n3" in failure(text, "page")
+    assert failure(text.replace("\n3\n", "\n2\n"), "page") == ""
+    assert "the page shows" in failure(text.replace("text", "console"), "page"), "output must be shown"
+    assert "NameError" in failure(text.replace("one = 1", "two = 1"), "page")
+    skipped = text.replace("```python\nprint", "<!-- not run: needs a GPU -->\n```python\nprint")
+    assert failure(skipped, "page") == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_tests_that_are_cited_exist(page: Path) -> None:
-    for file, name in re.findall(r"`(tests/\w+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8")):
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    generated = re.compile(r"(\.\./)*reference/\w+\.md")
+    missing = [link for link in links if not generated.fullmatch(link) and not (page.parent / link).exists()]
+    assert missing == []

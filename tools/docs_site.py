@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: a reference page for each module that exists, and formulas as MathML, which need no network."""
+"""Hooks of mkdocs: a reference page for each room of the package, and formulas as MathML, which need no network."""
 
 import ast
 import html
@@ -20,36 +20,55 @@ SPAN = re.compile(
 FUNCTION = re.compile(r"\\(log|det|exp|tanh)(?![a-zA-Z_^])|\\(?:mathrm|operatorname)\{([A-Za-z]{2,})\}(?!_|\^)")
 
 
-def modules() -> list[str]:
-    """Modules with public names, in the order of the tree in the package's docstring, any others after it."""
-    docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")), clean=False) or ""
-    order = re.findall(r"^ {4}(\w+)(?:\.py|/)? {2,}\S", docstring, flags=re.MULTILINE)
-    there = {
-        path.stem if path.suffix else path.name
-        for path in PACKAGE.iterdir()
-        if (path.suffix == ".py" or (path / "__init__.py").exists()) and not path.name.startswith("_")
-    }
-    return [name for name in order if name in there] + sorted(there - set(order))
+def packages(room: str) -> list[Path]:
+    """The `__init__` files of a room that list public names, the room's own first."""
+    inits = sorted((PACKAGE / room).rglob("__init__.py"), key=lambda path: (len(path.parts), path))
+    return [path for path in inits if exported(path)]
 
 
-def parts(name: str) -> list[str]:
-    """The module and, of a folder, its public files."""
-    inner = sorted(path.stem for path in (PACKAGE / name).glob("*.py") if not path.stem.startswith("_"))
-    return [name, *(f"{name}.{part}" for part in inner)]
+def exported(path: Path) -> list[str]:
+    """The names in `__all__` of a module, without importing it."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def rooms() -> list[str]:
+    """Rooms in the order of the tree in the docstring of the package; errors stand at the end."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) or ""
+    names = re.findall(r"^(\w+)/? {2,}\S", docstring, flags=re.MULTILINE)
+    return [name for name in names if (PACKAGE / name).is_dir()] + ["errors"]
+
+
+def reference(room: str) -> str:
+    """Markdown of one room: the sentence of each package, then its public names, each of them once."""
+    lines = [f"# {room}"]
+    paths = packages(room) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
+    seen: set[str] = set()
+    for path in paths[1:]:
+        seen.update(exported(path))
+    for number, path in enumerate(paths):
+        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines += [f"## {module}" if number else "", docstring]
+        names = [name for name in exported(path) if number or name not in seen]
+        lines += [f"::: {module}.{name}\n    options:\n      heading_level: {3 if number else 2}" for name in names]
+    return "\n\n".join(line for line in lines if line) + "\n"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the pages of the modules below the heading Reference."""
+    """Puts a page for each room below the heading Reference."""
     assert config.nav is not None
-    config.nav.append({"Reference": [f"reference/{name}.md" for name in modules()]})
+    pages = next(entry["Reference"] for entry in config.nav if isinstance(entry, dict) and "Reference" in entry)
+    pages += [{room: f"reference/{room}.md"} for room in rooms()]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Makes the pages of the modules."""
-    for name in modules():
-        text = f"---\ntitle: {name}\n---\n\n" + "\n\n".join(f"::: support_tokens.{part}" for part in parts(name))
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    """Generates the pages of the rooms."""
+    for room in rooms():
+        files.append(File.generated(config, f"reference/{room}.md", content=reference(room)))
     return files
 
 
