@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"^(?P<comment> *<!-- (?:not run|run by).*?-->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```\n?",
+    r"^(?P<comment> *<!-- (?:not run|run by).*?-->\n)?(?P<indent> *)```(?P<language>\w*)[^\n]*\n"
+    r"(?P<body>.*?)^(?P=indent)```\n?",
     flags=re.MULTILINE | re.DOTALL,
 )
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
