@@ -86,7 +86,7 @@ def test_table_and_plot_are_made_from_the_record(tmp_path: Path) -> None:
 
 def test_the_verb_makes_a_table_again_without_measuring(monkeypatch, tmp_path: Path) -> None:
     record().to_json(tmp_path / "r.json")
-    assert run(monkeypatch, "bench", "--record", tmp_path / "r.json", "--table", tmp_path / "t.md") == 0
+    assert run(monkeypatch, "bench", "--record", tmp_path / "r.json", "--markdown", tmp_path / "t.md") == 0
     assert (tmp_path / "t.md").read_text() == record_table(record())
 
 

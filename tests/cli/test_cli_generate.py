@@ -1,14 +1,16 @@
 """`support-tokens generate` as its user meets it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from command import failed, run
+from support_tokens.cli import generate
 from support_tokens.models import build_small_gpt, character_tokenizer
-from support_tokens.report.records import GenerationRecord
+from support_tokens.report.records import GeneratedToken, Generation, GenerationRecord
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,8 @@ def test_text_is_streamed_and_its_signals_are_written(monkeypatch, capsys, tmp_p
     captured = capsys.readouterr()
     assert code == 0, captured.err
     record = GenerationRecord.from_json(out)
-    assert (record.model, record.settings["layers"]) == (str(model), "0,1")
+    assert (record.model, record.settings["layers"], record.settings["sample"]) == (str(model), [0, 1], False)
+    assert record.settings["stop_above"] == {"TokenEntropy": 99.0}
     for made in record.generations:
         assert len(made.tokens) == 6
         assert made.prompt + made.text.replace("\x1b", "␛") in captured.out
@@ -61,17 +64,77 @@ def test_a_prompt_comes_from_a_file_and_a_text_may_abstain(monkeypatch, capsys, 
 
 
 def test_an_interrupt_keeps_what_was_written(monkeypatch, capsys, tmp_path, model) -> None:
-    from support_tokens.cli import generate
-
     def interrupted(self, row, token) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate._Shown, "token", interrupted)
+    monkeypatch.setattr(generate._Stream, "token", interrupted)
     words = ("--prompt", "a", "--prompt", "b", "--max-new-tokens", 4, "--json", tmp_path / "g.json")
     assert run(monkeypatch, "generate", "--model", model, *words) == 130
     (made,) = GenerationRecord.from_json(tmp_path / "g.json").generations
     assert (made.finish_reason, len(made.tokens)) == ("interrupted", 1)
     assert "interrupted; what was written is kept" in capsys.readouterr().err
+
+
+def test_a_table_and_a_page_hold_the_signals_of_every_token(monkeypatch, capsys, tmp_path, model) -> None:
+    words = (
+        "--prompt",
+        "ab",
+        "--max-new-tokens",
+        3,
+        "--table",
+        "--html",
+        tmp_path / "g.html",
+        "--json",
+        tmp_path / "g",
+    )
+    assert run(monkeypatch, "generate", "--model", model, *words) == 0
+    (made,) = GenerationRecord.from_json(tmp_path / "g").generations
+    printed, page = capsys.readouterr().out, (tmp_path / "g.html").read_text(encoding="utf-8")
+    for token in made.tokens:
+        assert f"{token.signals['TokenEntropy']:.3f}" in printed
+        assert f'title="TokenEntropy {token.signals["TokenEntropy"]:.3f}"' in page
+    assert "<script" not in page
+
+
+def test_tokens_are_coloured_by_entropy_on_a_fixed_scale_with_a_legend(monkeypatch, capsys, model) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(
+        "rich.console.Console", lambda: Console(force_terminal=True, color_system="256", no_color=False)
+    )
+    stream = generate._Stream("", "TokenEntropy")
+    for entropy in (0.1, 3.9):  # nats, of a scale from 0 to 4
+        stream.token(
+            0, GeneratedToken(1, f"<{entropy}>", {"TokenEntropy": entropy, "NegativeLogMargin (layer=0)": 9.0})
+        )
+    stream.end(Generation("", 1, "<0.1><3.9>", (), "length", "Done."), False)
+    printed = capsys.readouterr().out
+    assert "\x1b[1;31m<3.9>" in printed  # bold red
+    assert "\x1b[1;31m<0.1>" not in printed
+    assert "TokenEntropy 0.000" in printed and "4.000" in printed
+
+
+def test_a_chat_goes_through_the_template_of_the_model(monkeypatch, capsys, tmp_path, model) -> None:
+    words = ("--prompt", "ab", "--chat", "--max-new-tokens", 2)
+    code = run(monkeypatch, "generate", "--model", model, *words)
+    failed(code, capsys.readouterr(), "--chat requires a chat template", "leave --chat out")
+    folder = tmp_path / "chat"
+    shutil.copytree(model / "model", folder)
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}/{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert run(monkeypatch, "generate", "--model", folder, *words, "--json", tmp_path / "g.json") == 0
+    (made,) = GenerationRecord.from_json(tmp_path / "g.json").generations
+    assert (made.prompt, made.prompt_tokens) == ("[ab]/", 5)
+
+
+@pytest.mark.parametrize(
+    "words", [("--layers", "5"), ("--stop-above", "Entropy=1"), ("--view", "both"), ("--seed", 2**70)]
+)
+def test_a_mistake_is_told_before_the_prompt_is_echoed(monkeypatch, capsys, model, words) -> None:
+    code = run(monkeypatch, "generate", "--model", model, "--prompt", "abc", *words)
+    captured = capsys.readouterr()
+    failed(code, captured)
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize(
@@ -81,7 +144,7 @@ def test_an_interrupt_keeps_what_was_written(monkeypatch, capsys, tmp_path, mode
         (("--prompt", "a", "--prompt-file", "b"), "received both"),
         (("--prompt", ""), "prompt 0 is empty"),
         (("--prompt", "a", "--prompt", "a" * 30), "prompt 1 has 30 tokens"),
-        (("--prompt", "a", "--temperature", 2), "--temperature changes what is drawn"),
+        (("--prompt", "a", "--temperature", 2), "--temperature needs --sample"),
         (("--prompt", "a", "--sample", "--margin-rule", "heat"), "--margin-rule must be temperature or min-p"),
         (("--prompt", "a", "--sample", "--margin-rule", "min-p:slope"), "--margin-rule must be temperature or min-p"),
         (("--prompt", "a", "--sample", "--margin-rule", "min-p:slope=-1"), "slope >= 0"),
@@ -94,6 +157,8 @@ def test_an_interrupt_keeps_what_was_written(monkeypatch, capsys, tmp_path, mode
         (("--prompt", "a", "--color", "Margin"), "--color must be one of the signals, TokenEntropy"),
         (("--prompt", "a", "--signals", "TokenEntropy", "--color", "NegativeLogMargin"), "add it to them"),
         (("--prompt", "a", "--json", "."), "--json must be a file to write"),
+        (("--prompt", "a", "--html", "."), "--html must be a file to write"),
+        (("--prompt", "a", "--json", "x", "--html", "x"), "must name different files"),
         (("--prompt", "\udcff"), "half of a character"),
         (("--prompt-file", "none-such.txt"), "there is no file"),
     ],

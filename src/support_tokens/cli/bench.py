@@ -13,7 +13,7 @@ from support_tokens.cli.options import Device, writable
 def bench(
     suite: Annotated[str, typer.Option(help="targets, peers, generate, or smoke (toy sizes).")] = "targets",
     output: Annotated[Path | None, typer.Option(help="Record to write.", rich_help_panel="Output")] = None,
-    table: Annotated[Path | None, typer.Option(help="Markdown to write.", rich_help_panel="Output")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Table to write.", rich_help_panel="Output")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot (.svg, .png) to write.", rich_help_panel="Output")] = None,
     record: Annotated[Path | None, typer.Option(help="Earlier record, to tabulate and plot again.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Repetitions of each measurement.")] = 7,
@@ -30,7 +30,7 @@ def bench(
     checked_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    with writable(("--output", output), ("--table", table), ("--plot", plot)):
+    with writable(("--output", output), ("--markdown", markdown), ("--plot", plot)):
         if record is not None:
             result = BenchRecord.from_json(record)
         else:
@@ -40,8 +40,8 @@ def bench(
         if output is not None:
             result.to_json(output)
         text = record_table(result)
-        if table is not None:
-            write_text(table, text)
+        if markdown is not None:
+            write_text(markdown, text)
         if plot is not None:
             write_plot(result, plot)
     print(text)

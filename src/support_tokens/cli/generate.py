@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from support_tokens.cli.options import MODEL, Device, Dtype, GgufFile, parse_layers, read_text, split_words, writable
+from support_tokens.cli.options import (
+    MODEL,
+    Device,
+    Dtype,
+    File,
+    GgufFile,
+    parse_layers,
+    read_text,
+    split_words,
+    writable,
+)
 from support_tokens.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -17,7 +27,7 @@ if TYPE_CHECKING:
 
 SAMPLE, WATCH = "Sampling", "Uncertainty"
 
-# From certain to uncertain, on dark and on light grounds alike; the last are bold too, for eyes that see no colours.
+# From certain to uncertain, on dark and on light grounds alike; the last are bold too, for readers who see no colours.
 _STYLES = ("default", "default", "default", "yellow", "dark_orange", "bold dark_orange", "bold red")
 
 
@@ -26,6 +36,9 @@ def generate(
     gguf_file: GgufFile = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be repeated.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with one prompt.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user's turn, by the model's template.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
     layers: Annotated[
         str, typer.Option(help="Blocks whose margins are read: 0,1 or 0-5 or -1; each costs.", rich_help_panel=WATCH)
@@ -37,7 +50,7 @@ def generate(
     ] = None,
     color: Annotated[
         str | None,
-        typer.Option(help="Signal that colours the text; by default the margin.", rich_help_panel=WATCH),
+        typer.Option(help="Signal that colours the text; by default the entropy.", rich_help_panel=WATCH),
     ] = None,
     stop_above: Annotated[
         list[str] | None,
@@ -67,82 +80,92 @@ def generate(
     ] = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
+    table: Annotated[
+        bool, typer.Option("--table", help="Print the signals of every token.", rich_help_panel="Output")
+    ] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="Record to write.", rich_help_panel="Output")] = None,
+    html: File = None,
 ) -> None:
     """Continue a prompt and show how sure the model is of each token: entropy, margins, and abstaining by either."""
-    drawing: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-    }
-    drawing = {name: value for name, value in drawing.items() if value is not None}
-    given = {**drawing, **({} if margin_rule is None else {"margin_rule": margin_rule})}
-    if given and not sample:
+    sampling: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "margin_rule": margin_rule,
+    }  # fmt: skip
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if sampling and not sample:
         raise ArgumentError(
-            f"--{next(iter(given)).replace('_', '-')} changes what is drawn, and without --sample nothing is; pass "
-            "--sample too."
+            f"--{next(iter(sampling)).replace('_', '-')} needs --sample, received it alone; pass --sample too."
         )
-    with writable(("--json", json_)):
-        prompts = _prompts(prompt, prompt_file)
+    prompts = _prompts(prompt, prompt_file)
     limits = _limits(stop_above or ())
-    from support_tokens.files import versions
-    from support_tokens.generation import DEFAULT_SIGNALS, encoded_prompts
-    from support_tokens.generation import generate as generate_texts
-    from support_tokens.generation.signals import TOKEN_SIGNALS, chosen_signals
-    from support_tokens.models import checked_device, decoder_blocks, load_model
-    from support_tokens.report.records import GenerationRecord
+    with writable(("--json", json_), ("--html", html)):
+        from support_tokens.files import versions, write_text
+        from support_tokens.generation import DEFAULT_SIGNALS, encoded_prompts
+        from support_tokens.generation import generate as generate_texts
+        from support_tokens.generation.signals import TOKEN_SIGNALS, chosen_signals
+        from support_tokens.models import checked_device, decoder_blocks, load_model
+        from support_tokens.report import generation_html
+        from support_tokens.report.records import GenerationRecord
 
-    names = list(DEFAULT_SIGNALS) if signals is None else list(split_words(signals))
-    if not names:
-        raise ArgumentError("--signals must name one signal or more, received none; leave it out for the default.")
-    chosen_signals(TOKEN_SIGNALS, names, law=False)  # what is wrong with them is said before any work
-    checked_device(device)
-    rule = {} if margin_rule is None else {"adapt": _rule(margin_rule)}
-    loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)
-    encoded_prompts(loaded, tokenizer, prompts, max_new_tokens)  # all of them, before the first is continued
-    chosen = parse_layers(layers, len(decoder_blocks(loaded)))
-    shade = color or ("NegativeLogMargin" if "NegativeLogMargin" in names else names[0])
-    if shade not in names:
-        raise ArgumentError(
-            f"--color must be one of the signals, {', '.join(names)}, received {color!r}; add it to them."
-        )
-    found: list[Generation] = []
-    try:
-        for place, text in enumerate(prompts):
-            shown = _Shown(text, shade)
-            made = generate_texts(
-                loaded, tokenizer, [text], max_new_tokens=max_new_tokens, layers=chosen, view=view, signals=names,
-                do_sample=sample, seed=seed + place, stop_above=limits, on_token=shown.token, **drawing, **rule,
-            )  # fmt: skip
-            found += made
-            shown.end(made[0])
-            if made[0].finish_reason == "interrupted":
-                raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        print("support-tokens: interrupted; what was written is kept.", file=sys.stderr)
-        raise typer.Exit(130) from None
-    finally:
-        if json_ is not None and found:
-            settings = {
-                "layers": layers, "view": view, "max_new_tokens": str(max_new_tokens), "sample": str(sample),
-                "seed": str(seed), "dtype": dtype, "stop_above": ", ".join(stop_above or ()),
-                **{name: str(value) for name, value in given.items()},
-            }  # fmt: skip
-            GenerationRecord(model, tuple(found), settings, versions()).to_json(json_)
-            print(f"Wrote {json_}")
+        names = list(DEFAULT_SIGNALS) if signals is None else list(split_words(signals))
+        if not names:
+            raise ArgumentError("--signals must name one signal or more, received none; leave it out for the default.")
+        chosen_signals(TOKEN_SIGNALS, names, law=False)
+        shade = color or ("TokenEntropy" if "TokenEntropy" in names else names[0])
+        if shade not in names:
+            raise ArgumentError(
+                f"--color must be one of the signals, {', '.join(names)}, received {color!r}; add it to them."
+            )
+        options = {key: value for key, value in sampling.items() if key != "margin_rule"}
+        if margin_rule is not None:
+            options["adapt"] = _rule(margin_rule)
+        checked_device(device)
+        loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)
+        inputs = [_turn(tokenizer, text, model) for text in prompts] if chat else prompts
+        encoded_prompts(loaded, tokenizer, inputs, max_new_tokens)  # all of them, before the first is continued
+        chosen = parse_layers(layers, len(decoder_blocks(loaded)))
+        generations: list[Generation] = []
+        try:
+            for place, text in enumerate(inputs):
+                shown = text if isinstance(text, str) else tokenizer.decode(text)
+                stream = _Stream(shown, shade)
+                (generation,) = generate_texts(
+                    loaded, tokenizer, [text], max_new_tokens=max_new_tokens, layers=chosen, view=view, signals=names,
+                    do_sample=sample, seed=seed + place, stop_above=limits, on_token=stream.token, **options,
+                )  # fmt: skip
+                generations.append(generation)
+                stream.end(generation, table)
+                if generation.finish_reason == "interrupted":
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            print("support-tokens: interrupted; what was written is kept.", file=sys.stderr)
+            raise typer.Exit(130) from None
+        finally:
+            if generations:
+                settings = {
+                    "layers": list(chosen), "view": view, "max_new_tokens": max_new_tokens, "sample": sample,
+                    "seed": seed, "dtype": dtype, "stop_above": limits, "chat": chat, "color": shade, **sampling,
+                }  # fmt: skip
+                record = GenerationRecord(model, tuple(generations), settings, versions())
+                if json_ is not None:
+                    record.to_json(json_)
+                    print(f"Wrote {json_}")
+                if html is not None:
+                    write_text(html, generation_html(record, shade))
+                    print(f"Wrote {html}")
 
 
-class _Shown:
-    """One text on the terminal as it is written, coloured where the terminal has colours."""
+class _Stream:
+    """One text on the terminal as it is written, coloured where the terminal has colours.
+
+    The prompt comes with the first token, so that an error before it stands alone.
+    """
 
     def __init__(self, prompt: str, color: str) -> None:
         from rich.console import Console
 
-        self._console, self._color = Console(), color
+        self._console, self._prompt, self._color = Console(), prompt, color
         self._values: list[float] = []
-        self._said = ""
-        self._print(prompt, "dim")
+        self._printed: str | None = None
 
     def _print(self, text: str, style: str) -> None:
         from rich.text import Text
@@ -153,21 +176,50 @@ class _Shown:
         lines = [visible(line) if line else "" for line in text.split("\n")]
         self._console.print(Text("\n".join(lines), style=style), end="", soft_wrap=True, highlight=False)
 
-    def token(self, _row: int, token: "GeneratedToken") -> None:
-        from support_tokens.report import band, limits_of
+    def _begin(self) -> None:
+        if self._printed is None:
+            self._printed = ""
+            self._print(self._prompt, "dim")
 
-        value = next((v for name, v in token.signals.items() if name.partition(" (")[0] == self._color), None)
-        step = 0
+    def token(self, _row: int, token: "GeneratedToken") -> None:
+        from support_tokens.report import band, signal_limits, signal_value
+
+        self._begin()
+        value, step = signal_value(token, self._color), 0
         if value is not None:
-            self._values.append(-value)
-            step = band(-value, limits_of(self._values))
-        self._said += token.text
+            self._values.append(value)
+            low, high = signal_limits(self._color, self._values)
+            step = band(-value, (-low, -high))
+        self._printed = f"{self._printed}{token.text}"
         self._print(token.text, _STYLES[step])
 
-    def end(self, made: "Generation") -> None:
-        """What is left of the text, and why it ended."""
-        self._print(made.text[len(self._said) :] + "\n", "default")
-        self._print(made.sentence + "\n", "dim")
+    def end(self, generation: "Generation", table: bool) -> None:
+        """What is left of the text, the legend, why it ended, and the table if it is wanted."""
+        from support_tokens.report import generation_table, number, signal_limits
+
+        self._begin()
+        self._print(generation.text[len(self._printed or "") :] + "\n", "default")
+        if self._values and not self._console.no_color and self._console.is_terminal:
+            low, high = signal_limits(self._color, self._values)
+            self._print(f"{self._color} {number(low)} ", "dim")
+            for style in _STYLES[2:]:
+                self._print("■", style)
+            self._print(f" {number(high)}\n", "dim")
+        self._print(generation.sentence + "\n", "dim")
+        if table:
+            self._console.print(generation_table(generation), highlight=False)
+
+
+def _turn(tokenizer: Any, text: str, model: str) -> list[int]:
+    """A user's turn by the chat template, up to where the assistant answers."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ArgumentError(
+            f"--chat requires a chat template, received '{model}', whose tokenizer has none; leave --chat out."
+        )
+    turn = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
+    return tokenizer(turn, add_special_tokens=False)["input_ids"]
 
 
 def _prompts(prompt: list[str] | None, prompt_file: Path | None) -> list[str]:

@@ -8,6 +8,8 @@ __all__ = [
     "degradation_png",
     "encode",
     "family",
+    "generation_html",
+    "generation_table",
     "interval",
     "label",
     "limits_of",
@@ -15,6 +17,8 @@ __all__ = [
     "print_report",
     "render_html",
     "render_text",
+    "signal_limits",
+    "signal_value",
     "signed",
     "verdict",
     "visible",
@@ -26,6 +30,7 @@ from support_tokens._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from support_tokens.report.format import family, interval, label, number, signed, visible
+    from support_tokens.report.generation import generation_html, generation_table, signal_limits, signal_value
     from support_tokens.report.robustness.page import render_html
     from support_tokens.report.robustness.plots import degradation_png
     from support_tokens.report.robustness.terminal import print_report, render_text
@@ -42,6 +47,10 @@ __getattr__ = lazy_exports(
         "number": "format",
         "signed": "format",
         "visible": "format",
+        "generation_html": "generation",
+        "generation_table": "generation",
+        "signal_limits": "generation",
+        "signal_value": "generation",
         "render_html": "robustness.page",
         "degradation_png": "robustness.plots",
         "print_report": "robustness.terminal",

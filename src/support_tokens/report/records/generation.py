@@ -5,6 +5,7 @@ __all__ = ["FINISH_REASONS", "GeneratedToken", "Generation", "GenerationRecord"]
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from support_tokens.files import read_json, write_json
 from support_tokens.report.schema import decode, encode
@@ -59,13 +60,13 @@ class GenerationRecord:
     Args:
         model: Its name.
         generations: One a prompt.
-        settings: Options, as text.
+        settings: Options, as JSON values.
         versions: Of packages.
     """
 
     model: str
     generations: tuple[Generation, ...]
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self, path: str | Path) -> None:
