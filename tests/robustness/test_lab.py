@@ -16,11 +16,21 @@ import torch
 from support_tokens.cli import main
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.files import write_json
-from support_tokens.regularizers import arm_label, parse_arm
+from support_tokens.regularizers import arm_config, arm_label, parse_arm
 from support_tokens.report.records import RobustnessReport
 from support_tokens.robustness import Bootstrap, EvaluationData, Measurement, compare
 from support_tokens.robustness import evaluate as measuring
-from support_tokens.robustness.lab import PRESETS, Preset, contests, load_preset, paper_rows, reproduce, reproduction
+from support_tokens.robustness.lab import (
+    PRESETS,
+    Preset,
+    contest,
+    contests,
+    load_preset,
+    paper_rows,
+    reproduce,
+    reproduction,
+)
+from support_tokens.robustness.lab.contest import arm_kind
 from support_tokens.robustness.perturbations import standard_perturbations
 
 TEXT = "In the beginning was the margin, and the margin was small. Every token stood near another. " * 60
@@ -232,7 +242,11 @@ def synthetic(clean: dict[str, float], slope: dict[str, float], seeds: int = 5) 
         ]
         for arm in clean
     }
-    return compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300), split=True)
+    return compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300), split=True, config=config_of(clean))
+
+
+def config_of(arms) -> dict:
+    return {"arms": {arm_label(parse_arm(arm)): arm_config(parse_arm(arm)) for arm in arms}}
 
 
 def status(report: RobustnessReport, preset: Preset) -> dict[str, str]:
@@ -278,6 +292,23 @@ def test_contests_keep_to_equal_cost_and_to_the_interval():
     slope["noise:scale=0.3"] = 1.5
     assert contests(synthetic(clean, slope))[0].outcome == "open"
     assert contests(synthetic({"ce": 2.0}, {"ce": 1.0})) == ()
+    assert contests(dataclasses.replace(synthetic(clean, slope), config={})) == (), "nothing says what the arms are"
+
+
+@pytest.mark.parametrize(
+    ("arm", "kind"),
+    [("ce", "none"), ("barrier", "law"), ("noise:scale=0.3", "rival"), ("smart:weight=0.1+barrier", "law")],
+)
+def test_what_an_arm_is_does_not_follow_from_its_label(arm, kind):
+    assert arm_kind(arm_config(parse_arm(arm))) == kind
+
+
+def test_a_control_that_states_its_kind_is_on_the_side_of_the_rivals(monkeypatch):
+    monkeypatch.setattr(contest.ARMS["noise"], "kind", "control", raising=False)
+    assert arm_kind({"name": "noise"}) == "control"
+    clean, slope = {"ce": 2.0, "barrier": 2.0, "noise": 2.0}, {"ce": 2.0, "barrier": 1.8, "noise": 1.5}
+    (absolute, _) = contests(synthetic(clean, slope))
+    assert (absolute.rival, absolute.outcome) == ("noise, scale 0.2", "rival")
 
 
 def test_a_contest_is_chosen_on_other_sequences_than_it_is_judged_on():
@@ -296,17 +327,17 @@ def test_a_contest_is_chosen_on_other_sequences_than_it_is_judged_on():
         ]
         for i, arm in enumerate(arms)
     }
-    report = compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300), split=True)
-    contest = contests(report)[0]
-    assert contest.law == "barrier, weight 0.01" and contest.difference.value > 0 and contest.outcome != "law"
+    report = compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300), split=True, config=config_of(arms))
+    made = contests(report)[0]
+    assert made.law == "barrier, weight 0.01" and made.difference.value > 0 and made.outcome != "law"
     assert contests(RobustnessReport.from_record(json.loads(json.dumps(report.record())))) == contests(report)
-    assert contests(compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300))) == ()
+    assert contests(compare(measured, data, chosen, bootstrap=Bootstrap(resamples=300), config=config_of(arms))) == ()
     with pytest.raises(ArgumentError, match="The choice of a robustness report must be there once"):
         dataclasses.replace(report, split=dataclasses.replace(report.split, choice=report.split.choice[1:]))
     # By hand, on the odd sequences alone: the area under the line from clean to the one strength is their mean.
-    rival = contest.rival
+    rival = made.rival
     by_hand = sum(
-        (measured[contest.law][0].nats[p.name] - measured[rival][0].nats[p.name])[1::2].sum() / (8 * 8 * np.log(2)) / 2
-        for p in (chosen.items[0], next(p for p in chosen.items if p.family == contest.family))
+        (measured[made.law][0].nats[p.name] - measured[rival][0].nats[p.name])[1::2].sum() / (8 * 8 * np.log(2)) / 2
+        for p in (chosen.items[0], next(p for p in chosen.items if p.family == made.family))
     )
-    assert contest.difference.value == pytest.approx(by_hand)
+    assert made.difference.value == pytest.approx(by_hand)

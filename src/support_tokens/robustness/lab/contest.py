@@ -1,25 +1,34 @@
-r"""Whether a member of the barrier's family beats the best rival at equal clean cost, by an interval without zero."""
+r"""The best regularizer of the paper's law against the best of all others, at equal clean cost."""
 
-__all__ = ["LARGEST_COST", "LAW", "Contest", "contests"]
+__all__ = ["LARGEST_COST", "Contest", "arm_kind", "contests"]
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from support_tokens.regularizers import ARMS
 from support_tokens.report.records import Difference, Estimate, RobustnessReport
 
 LARGEST_COST = 0.014
-"""Largest clean cost of an arm that takes part, as a share of the baseline's bits: what the paper's barrier costs."""
+"""Largest clean cost of an arm that takes part, as a fraction of the baseline's bits: that of the paper's barrier."""
 
-LAW = ("barrier", "hold", "invariant", "condition", "law-noise", "variational")
-"""Names of the arms that come of the paper's law, alone or combined with others; all others are rivals."""
+_KINDS = {
+    "ce": "none",
+    **dict.fromkeys(("barrier", "hold", "invariant", "condition", "law-noise", "variational"), "law"),
+}
+"""Kinds of regularizers that do not state one."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """The best arm of the law against the best rival under one family of perturbations.
+    """The best arm of the law against the best other arm under one family of perturbations.
 
-    `difference` is mean bits over the curve, the law's minus the rival's, paired; `outcome` is `law`, `rival` or
-    `open`. Both arms are chosen on one half of the sequences and judged on the other.
+    Args:
+        family: Family of perturbations.
+        law: The best arm of kind `law`, selected on one half of the sequences.
+        rival: The best other arm, selected likewise; a control counts here.
+        difference: Mean bits over the curve on the other half, the law's minus the rival's, paired.
+        outcome: `law` or `rival` where the interval excludes zero, else `open`.
     """
 
     family: str
@@ -29,20 +38,36 @@ class Contest:
     outcome: str
 
 
-def contests(report: RobustnessReport) -> tuple[Contest, ...]:
-    """One contest a family of perturbations, where the report has arms of both kinds within the clean cost.
+def arm_kind(config: Mapping[str, Any]) -> str:
+    """`law`, `rival`, `control` or `none`: what the regularizers of an arm state; a combination with a law is a law.
 
     Args:
-        report: A robustness report whose arms are named as in `support_tokens.regularizers`; without a `split` there is
-            no contest, since what is chosen on the text it is judged on would look better than it is.
+        config: As `arm_config` writes it.
+
+    Example:
+        >>> arm_kind({"name": "combined", "parts": [{"name": "smart"}, {"name": "barrier"}]})
+        'law'
     """
-    if report.split is None:
+    names = [part["name"] for part in config.get("parts", (config,))]
+    kinds = {getattr(ARMS.get(name), "kind", None) or _KINDS.get(name, "rival") for name in names}
+    return next(kind for kind in ("law", "rival", "control", "none") if kind in kinds)
+
+
+def contests(report: RobustnessReport) -> tuple[Contest, ...]:
+    """One contest for each family of perturbations for which arms of both sides are within the clean cost.
+
+    Args:
+        report: A report whose `config` holds the configuration of each arm, as `evaluate_runs` writes it. Without a
+            `split` there is no contest, because an arm selected on the text it is judged on looks better than it is.
+    """
+    configs = report.config.get("arms", {})
+    if report.split is None or not all(arm.name in configs for arm in report.arms):
         return ()
     bits = {(choice.arm, choice.of): choice.bits for choice in report.split.choice}
     clean = report.perturbations[0].name
     largest = (1 + LARGEST_COST) * bits[report.baseline, clean]
     within = [arm.name for arm in report.arms if bits[arm.name, clean] <= largest or arm.name == report.baseline]
-    of_law = [arm for arm in within if any(part.split(",")[0] in LAW for part in arm.split(" + "))]
+    of_law = [arm for arm in within if arm_kind(configs[arm]) == "law"]
     rivals = [arm for arm in within if arm not in of_law]
     if not of_law or not rivals:
         return ()
