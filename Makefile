@@ -53,7 +53,7 @@ clean: ## remove what make made
 # A half-made environment is made good: venv and pip may run again over what is there.
 $(VENV)/.ready-demo: $(SOURCES)
 	@$(MAKE) --no-print-directory python
-	$(PIP) --editable '.[train]'
+	$(PIP) --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.ready-dev: $(SOURCES)

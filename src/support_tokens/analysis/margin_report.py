@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from support_tokens.analysis.texts import Progress, analyze_texts
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
 from support_tokens.files import read_json, write_bytes, write_json, write_text
 from support_tokens.report.records import (
@@ -26,6 +25,8 @@ from support_tokens.report.tokens import margins_fragment, margins_html, margins
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from support_tokens.analysis.texts import Progress
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def analyze(
     batch_size: int = 4,
     without: Sequence[str] = (),
     name: str | None = None,
-    progress: Progress | None = None,
+    progress: "Progress | None" = None,
 ) -> MarginReport:
     r"""Margins of every token of a text in a model's own attention: $J_t = I \mp \partial\mu_t/\partial x_t$, exact.
 
@@ -192,6 +193,9 @@ def analyze(
         >>> list(report.to_dataframe())[4:9]
         ['position', 'id', 'token', 'sign', 'log_abs_det']
     """
+    # Here and not above: a report of an earlier analysis is read without transformers.
+    from support_tokens.analysis.texts import analyze_texts
+
     record = analyze_texts(
         model,
         tokenizer,

@@ -4,13 +4,8 @@ __all__ = ["main"]
 
 import sys
 
+from support_tokens._lazy import install_hint
 from support_tokens.errors import SupportTokensError
-
-EXTRAS = {
-    "explore": {"fastapi", "gradio", "uvicorn"},
-    "report": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich", "scipy"},
-}
-"""Packages by the extra that installs them; all others come with `train`."""
 
 
 def main() -> None:
@@ -21,12 +16,13 @@ def main() -> None:
         app()
     except SupportTokensError as error:
         _end(str(error), 1)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package == "support_tokens":
             raise  # a bug of this package, which no installation fixes
-        extra = next((extra for extra, names in EXTRAS.items() if package in names), "train")
-        _end(f"the package {package} is not installed; run `pip install 'support-tokens[{extra}]'`.", 1)
+        if isinstance(error, ModuleNotFoundError):
+            _end(f"the package {package} is not installed; run `{install_hint(package)}`.", 1)
+        _end(" ".join(str(error).split()), 1)  # what a package says of another that it wants
     except OSError as error:
         path = error.filename or "a file"
         _end(f"'{path}' cannot be read or written ({error.strerror or error}); free space or check permissions.", 1)

@@ -70,10 +70,11 @@ def analyze(
     from rich.console import Console
 
     from support_tokens.analysis import MarginReport
-    from support_tokens.models import checked_device
     from support_tokens.report.tokens import margins_renderable
 
     if record is None:
+        from support_tokens.models import checked_device
+
         checked_device(device)
     if compare is None and (compare_json or compare_html):
         raise ArgumentError("--compare is required with --compare-json and --compare-html; pass an earlier JSON.")

@@ -29,17 +29,10 @@ def explore(
     per_minute: Annotated[int, typer.Option(min=1, help="Most texts of one visitor a minute.")] = 20,
 ) -> None:
     """Open a local page: type a text, choose model, layers and view, see and download its margins."""
-    from support_tokens.explorer import Explorer, Limits, ModelChoice, find_models
+    from support_tokens.explorer import Explorer, Limits, ModelChoice, find_models, serve_explorer
 
     if gguf_file is not None and len(model or ()) != 1:
         raise ArgumentError(f"--gguf-file goes with one --model, received {len(model or ())}; name its folder.")
     sources = [ModelChoice(name, name, gguf_file) for name in model] if model else find_models(runs, models)
     explorer = Explorer(sources, Limits(characters, tokens, layers, per_minute))
-    try:
-        from support_tokens.explorer import serve_explorer
-    except ModuleNotFoundError as error:
-        raise ArgumentError(
-            f"explore needs the package {error.name}, not installed; run `pip install 'support-tokens[explore]'`."
-        ) from error
-
     serve_explorer(explorer, host=host, port=port, ready=lambda address: print(f"Open {address} (Ctrl-C stops it)"))

