@@ -1,4 +1,4 @@
-"""Models x perturbations x seeds to a report with intervals."""
+"""Robustness of language models: arms x perturbations x seeds, measured, compared and reported with intervals."""
 
 __all__ = [
     "COUPLING_LEVELS",

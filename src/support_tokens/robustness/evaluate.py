@@ -132,18 +132,19 @@ def evaluate_robustness(
         perturbations: `standard_perturbations()` where None.
         baseline: The arm that others are compared with; the first where None.
         seeds: Training seed of each model of an arm, the same for all arms; 0, 1, ... where None.
-        details: What else is known of the arms, margins included.
-        bootstrap: How intervals are made; BCa, 95 %, 5000 resamples where None.
-        batch_size: Sequences at a time; changes nothing but speed and memory.
+        details: Label, description, seconds and margins of arms, for the report.
+        bootstrap: Makes the intervals; BCa, 95 %, 5000 resamples if None.
+        batch_size: Sequences at a time; changes only speed and memory.
         cache: As in `measure_arms`.
-        config: The plan of the experiment, kept in the report as it is.
-        progress: Called with batches done, batches in all and what is being read.
+        config: Configuration of the experiment, stored in the report.
+        progress: Called with batches done, batches in all, and the arm and perturbation that was read.
 
     Returns:
-        The report; with one seed its intervals cover the choice of sequences only, and it says so.
+        The report; with one seed its intervals cover the choice of sequences only, which it states.
 
     Raises:
-        ArgumentError: No arms, arms with different numbers of seeds, an unknown baseline, a loss that is not finite.
+        ArgumentError: There are no arms, their numbers of seeds differ, the baseline is unknown, or a loss is not
+            finite.
 
     Example:
         >>> import torch
