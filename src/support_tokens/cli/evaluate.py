@@ -22,7 +22,9 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option(help="Corpus whose test part is read; by default that of training.")
     ] = None,
-    sequences: Annotated[int, typer.Option(min=2, help="Windows of the test part.")] = 64,
+    sequences: Annotated[
+        int | None, typer.Option(min=2, help="Windows of the test part; by default 64 for runs, 32 for models.")
+    ] = None,
     context: Annotated[int, typer.Option(min=3, help="Tokens of a window, for models; runs have their own.")] = 128,
     perturb: Annotated[
         str,
@@ -31,7 +33,10 @@ def evaluate(
     shift_corpus: Annotated[
         list[str] | None, typer.Option(help="Another corpus to evaluate on; may be repeated.")
     ] = None,
-    sigma: Annotated[list[float] | None, typer.Option(help="Standard deviation of noise; may be repeated.")] = None,
+    sigma: Annotated[
+        list[float] | None,
+        typer.Option(help="Standard deviation of noise; may be repeated; by default 4 for runs, 2 for models."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     structure: Annotated[
         bool | None,
@@ -61,12 +66,12 @@ def evaluate(
     if any(models) and data is None:
         raise ArgumentError("--data is required to evaluate models, received none; pass a corpus or a text file.")
     options: dict[str, Any] = {
-        "sequences": sequences,
-        "sigmas": tuple(sigma) if sigma else (0.1, 0.25, 0.5, 1.0),
         "seed": seed,
         "families": tuple(FAMILIES) if perturb == "all" else split_words(perturb),
         "others": tuple(shift_corpus or ()),
     }
+    options |= {} if sequences is None else {"sequences": sequences}
+    options |= {"sigmas": tuple(sigma)} if sigma else {}
     folder = runs[0] if output is None else output
     # A run folder is not made: it is there, or it is no run folder.
     pages = [("--output", folder / name) for name in ("report.json", "report.html") if output or folder.is_dir()]

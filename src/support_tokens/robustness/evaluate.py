@@ -16,7 +16,7 @@ from support_tokens.report.records import RobustnessReport
 from support_tokens.robustness.bootstrap import Bootstrap
 from support_tokens.robustness.cache import read_measurement, write_measurement
 from support_tokens.robustness.comparison import ArmDetails, compare
-from support_tokens.robustness.measure import EvaluationData, Measurement, measure
+from support_tokens.robustness.measure import EvaluationData, Measurement, expected_seconds, measure
 from support_tokens.robustness.perturbations.base import Perturbation
 from support_tokens.robustness.perturbations.set import PerturbationSet, standard_perturbations
 
@@ -55,6 +55,7 @@ def measure_arms(
     cache: Path | None = None,
     batch_size: int = 16,
     progress: Progress | None = None,
+    expect: Callable[[float], None] | None = None,
 ) -> dict[str, list[Measurement]]:
     """Measures each model of each arm.
 
@@ -66,6 +67,7 @@ def measure_arms(
             perturbations, batch size and code.
         batch_size: Sequences at a time.
         progress: Called after each batch, and after each model that the cache holds.
+        expect: Called once, before the first measurement, with the expected seconds of all that remain.
 
     Raises:
         ArgumentError: As in `measure`.
@@ -89,6 +91,10 @@ def measure_arms(
             if kept is not None:
                 advance(per_model, f"{name}: read from the cache")
             else:
+                if expect is not None:
+                    seconds = expected_seconds(model, data, perturbations, batch_size=batch_size)
+                    expect(seconds * (total - done) / per_model)
+                    expect = None
                 kept = measure(
                     model,
                     data,

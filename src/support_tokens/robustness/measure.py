@@ -1,9 +1,10 @@
 r"""Measurement of one model: nats and calibration of each held-out sequence under each perturbation."""
 
-__all__ = ["EvaluationData", "Measurement", "measure"]
+__all__ = ["EvaluationData", "Measurement", "expected_seconds", "measure"]
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ class EvaluationData:
         characters: How many characters each token stands for: `(N, T)`, or one number for all (1 for a character
             tokenizer). None: unknown, and figures are bits per token.
         spelling: Texts of the tokens, for typos; None: every token is one character.
+        prefix: Special tokens at the beginning of each sequence, such as BOS. They are read and never predicted, and
+            the first token after them is not predicted either, so the same tokens are scored with and without them.
 
     Raises:
         ArgumentError: A shape is wrong, padding is not on the right, or a sequence has nothing to predict.
@@ -45,6 +48,7 @@ class EvaluationData:
     attention_mask: Tensor | None = None
     characters: Tensor | int | None = None
     spelling: Spelling | None = field(default=None, repr=False)
+    prefix: int = 0
 
     def __post_init__(self) -> None:
         ids = self.input_ids
@@ -67,8 +71,8 @@ class EvaluationData:
             )
         if int(self.predicted.min()) < 1:
             raise ArgumentError(
-                f"Sequence {int(self.predicted.argmin())} of the evaluation data has fewer than two tokens, so nothing "
-                "is predicted in it; leave it out."
+                f"Sequence {int(self.predicted.argmin())} of the evaluation data must have at least two tokens after "
+                "its prefix, received fewer, so nothing is predicted in it; leave it out."
             )
 
     @property
@@ -88,14 +92,14 @@ class EvaluationData:
 
     @property
     def predicted(self) -> Tensor:
-        """`(N,)` tokens that are predicted: all but the first and the padding."""
-        return self.mask[:, 1:].sum(-1)
+        """`(N,)` tokens that are predicted: all but the prefix, the first after it and the padding."""
+        return self.mask[:, self.prefix + 1 :].sum(-1)
 
     @property
     def units(self) -> Tensor:
         """`(N,)` characters (or tokens, where characters are unknown) that are predicted."""
         each = 1 if self.characters is None else self.characters
-        return (self.mask * each)[:, 1:].sum(-1)
+        return (self.mask * each)[:, self.prefix + 1 :].sum(-1)
 
     def part(self, rows: slice) -> "EvaluationData":
         """Some of the sequences."""
@@ -120,10 +124,11 @@ class EvaluationData:
     def batches(self, size: int) -> Iterator[Batch]:
         """The sequences in order, `size` at a time."""
         labels = torch.where(self.mask.bool(), self.input_ids, -100)
+        labels[:, : self.prefix + 1] = -100
         units = self.mask * (1 if self.characters is None else self.characters)
         for indices in torch.arange(self.sequences).split(size):
             ids, mask = self.input_ids[indices], self.mask[indices]
-            yield Batch(indices, ids, mask, labels[indices], units[indices], self.spelling)
+            yield Batch(indices, ids, mask, labels[indices], units[indices], self.spelling, self.prefix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +205,19 @@ def measure(
             found[perturbation.name] = sums
     of = lambda what: {name: getattr(sums, what) for name, sums in found.items()}  # noqa: E731
     return Measurement(of("nats"), rms, of("units"), of("tokens"), of("gaps"))
+
+
+def expected_seconds(
+    model: nn.Module, data: EvaluationData, perturbations: PerturbationSet, *, batch_size: int = 16
+) -> float:
+    """Seconds that `measure` will take, from one clean batch and the passes of each perturbation."""
+    with evaluating(model), torch.inference_mode():
+        warm_up, batch = next(data.batches(1)), next(data.batches(batch_size))
+        token_logits(model, warm_up)
+        start = time.perf_counter()
+        token_nats(token_logits(model, batch, masked=data.attention_mask is not None), batch).sum().item()
+        seconds = (time.perf_counter() - start) / len(batch.indices)
+    return seconds * data.sequences * sum(getattr(p, "passes", 1) for p in perturbations.items)
 
 
 class _Scale:
