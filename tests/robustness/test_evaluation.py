@@ -297,7 +297,7 @@ def test_wrong_requests_are_one_sentence(place, tmp_path, monkeypatch, capsys, w
 def test_models_of_two_tokenizers_are_refused(place):
     with pytest.raises(ArgumentError, match="must share their tokenizer"):
         evaluate_models([place / "model0", place / "ce" / "model"], str(place / "text.txt"), progress=False)
-    with pytest.raises(RunFolderError, match="there is no folder"):
+    with pytest.raises(RunFolderError, match="cannot be read"):
         evaluate_models([place / "nowhere"], str(place / "text.txt"), progress=False)
 
 

@@ -14,7 +14,7 @@ from support_tokens.errors import ArgumentError
 
 def evaluate(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, or folders of Hugging Face models; the first is the baseline.")
+        list[Path], typer.Argument(help="Run folders, or models as for analyze; the first is the baseline.")
     ],
     output: Annotated[
         Path | None, typer.Option(help="Folder for the report; by default the run folder, if there is one only.")
@@ -51,8 +51,7 @@ def evaluate(
     from support_tokens.robustness.lab import evaluate_models, evaluate_runs, write_report
     from support_tokens.robustness.perturbations import FAMILIES
 
-    # A run keeps its model in a folder of its own; the configuration of a model of transformers names its type.
-    models = [not (run / "model").is_dir() and _is_model(run) for run in runs]
+    models = [_is_model(run) for run in runs]
     if any(models) and not all(models):
         raise ArgumentError(
             "runs and models cannot be compared, since runs count characters and models tokens; pass the folder "
@@ -87,9 +86,15 @@ def evaluate(
     print(f"Report: {page}")
 
 
-def _is_model(folder: Path) -> bool:
-    """Whether a folder holds a model of transformers: its configuration names a type of model."""
+def _is_model(path: Path) -> bool:
+    """Whether a path names a model and not a run: by its files, or as `owner/name` on the hub."""
+    if not path.exists():
+        return len(path.parts) == 2 and not path.parent.exists()
+    if (path / "model").is_dir():
+        return False  # a run keeps its model in a folder of its own
+    if path.suffix == ".gguf" or (path / "adapter_config.json").is_file() or any(path.glob("*.gguf")):
+        return True
     try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False

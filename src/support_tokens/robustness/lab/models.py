@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from support_tokens.errors import ArgumentError, DataError, RunFolderError
-from support_tokens.models import checked_device, load_model, quiet_transformers
+from support_tokens.errors import ArgumentError, DataError
+from support_tokens.models import checked_device, load_config, load_model, load_tokenizer, quiet_transformers
 from support_tokens.report.records import RobustnessReport
 from support_tokens.robustness.comparison import ArmDetails, compare
 from support_tokens.robustness.evaluate import LazyModels, measure_arms
@@ -125,18 +125,7 @@ def evaluate_models(
 
 
 def _shared_tokenizer(paths: Sequence[Path]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    tokenizers = []
-    for path in paths:
-        if not path.is_dir():
-            raise RunFolderError(f"there is no folder '{path}'; check the path.")
-        try:
-            with quiet_transformers():
-                tokenizers.append(AutoTokenizer.from_pretrained(path, local_files_only=True))
-        except Exception as error:  # transformers and tokenizers each raise their own, with no common root
-            reason = " ".join(str(error).split())[:300]
-            raise RunFolderError(f"the tokenizer in '{path}' cannot be read ({reason}); save it there.") from error
+    tokenizers = [load_tokenizer(path) for path in paths]
     for path, tokenizer in zip(paths, tokenizers, strict=True):
         if tokenizer.get_vocab() != tokenizers[0].get_vocab():
             raise ArgumentError(
@@ -147,14 +136,7 @@ def _shared_tokenizer(paths: Sequence[Path]) -> PreTrainedTokenizerBase:
 
 
 def _check_context(path: Path, context: int, special: int) -> None:
-    from transformers import AutoConfig
-
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(decoder=True)
-    except Exception as error:  # transformers raises whatever a strange configuration brings about
-        reason = " ".join(str(error).split())[:300]
-        raise RunFolderError(f"the model in '{path}' cannot be read ({reason}); save it there.") from error
+    config = load_config(path).get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)  # n_positions of GPT-2 goes by this name too
     if longest is not None and context + special > longest:
         in_front = f" with {special} special tokens in front" if special else ""
