@@ -19,6 +19,7 @@ FENCE = re.compile(
     r"(?P<body>.*?)^(?P=indent)```\n?",
     flags=re.MULTILINE | re.DOTALL,
 )
+WIDEST = 88  # characters of code that fit into the column of the site; `docs/ruff.toml` formats to it
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
@@ -79,6 +80,12 @@ def test_wrong_output_and_errors_are_seen() -> None:
     assert "NameError" in failure(text.replace("one = 1", "two = 1"), "page")
     skipped = text.replace("```python\nprint", "<!-- not run: needs a GPU -->\n```python\nprint")
     assert failure(skipped, "page") == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_fits_the_column_and_has_no_prompts(page: Path) -> None:
+    lines = [line for fence in FENCE.finditer(page.read_text(encoding="utf-8")) for line in fence["body"].splitlines()]
+    assert [line for line in lines if len(line) > WIDEST or line.lstrip().startswith((">>> ", "$ "))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
