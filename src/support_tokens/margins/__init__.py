@@ -2,6 +2,7 @@
 
 __all__ = [
     "AttentionState",
+    "BlockMoments",
     "JacobianBlocks",
     "LowRankFactors",
     "Margins",
@@ -13,6 +14,7 @@ __all__ = [
     "attention_margins",
     "attention_slogdet",
     "attention_weights",
+    "block_moments",
     "block_penalty",
     "each_matrix",
     "first_order_margins",
@@ -27,6 +29,7 @@ __all__ = [
     "safe_slogdet",
     "sigma_min",
     "slogdet_and_inverse",
+    "spread_of_block",
     "state_from_weights",
     "state_margins",
     "support_candidates",
@@ -35,6 +38,7 @@ __all__ = [
 ]
 
 from support_tokens.margins.assembly import LowRankFactors, assemble, block_penalty
+from support_tokens.margins.block_moments import BlockMoments, block_moments, spread_of_block
 from support_tokens.margins.candidates import first_order_margins, gradient_share, support_candidates
 from support_tokens.margins.fused import fused_penalty
 from support_tokens.margins.jacobian import JacobianBlocks

@@ -126,14 +126,23 @@ class JacobianBlocks:
     def dense(self, rows: Rows) -> Tensor:
         r"""$D_t$ at positions `rows`, `(B, n, D, D)`; zero where the position is padding."""
         state = self.state
-        norm = state.input_norm and state.input_norm.at(rows)
-        inner = assemble(self._head_factors(rows, _norm_factor(norm, state.width), self._weights_dense))
+        inner = assemble(self.inner_factors(rows))
         if state.output is not None:
             inner = state.output.transpose(0, 1).flatten(1) @ inner
         if state.output_norm is not None:
             inner = _norm_from_left(state.output_norm.at(rows), inner)
         valid = take(state.valid, rows, 1)
         return inner if valid is None else inner.masked_fill(~valid[..., None, None], 0.0)
+
+    def inner_factors(self, rows: Rows) -> LowRankFactors:
+        """$C_t N_t$, the derivative of the concatenated head outputs, as a sum of few products."""
+        norm = self.state.input_norm and self.state.input_norm.at(rows)
+        return self._head_factors(rows, _norm_factor(norm, self.state.width), self._weights_dense)
+
+    def inner_weights(self) -> tuple[Tensor, Tensor]:
+        """What all positions share in `inner_factors`: weights of queries `(H, R, D)` and of values `(G, Rv, D)`."""
+        query, _, value = self._weights_dense
+        return query, value
 
     def reduced(self, rows: Rows) -> Tensor:
         r"""A matrix $M_t$, `(B, n, K, K)`, with $\det(I_K \mp M_t) = \det(I_D \mp D_t)$ and K = `reduced_width`."""
