@@ -34,7 +34,7 @@ def layer_of(tokens, *, layer=0, view="noise", text=0, shift=0.0) -> LayerMargin
             log_abs_det=shift + ((7 * i) % 11 - 5) / 2,
             sigma_min=0.01 + ((5 * i) % 7) / 10,
             rankable=i > 0,
-            shown="🙂⟨1/2⟩" if token == "<0xF0><0x9F>" else None,
+            sanitized="🙂⟨1/2⟩" if token == "<0xF0><0x9F>" else None,
             surprisal_nats=None if i == 0 else ((3 * i) % 5) / 2,
             gradient_share=None if i == 0 else 1 / (len(tokens) - 1),
             coupling_sign=1 if i % 2 else -1,

@@ -5,7 +5,7 @@ __all__ = ["ABSOLUTE", "CE", "HOSTILE", "MATCHED", "synthetic"]
 import numpy as np
 import torch
 
-from support_tokens.report.records import ArmMargins, RobustnessReport, Trace
+from support_tokens.report.records import ArmMargins, LayerMargins, RobustnessReport
 from support_tokens.robustness import ArmDetails, Bootstrap, EvaluationData, Measurement, compare
 from support_tokens.robustness.perturbations import PerturbationSet, standard_perturbations
 
@@ -43,12 +43,13 @@ def synthetic(
         margins = rng.normal(0, 1, size=200)
         text = tokens or list("a text")
         along = rng.normal(0, 1, size=len(text))
-        trace = Trace(text, along.tolist(), np.sign(along).astype(int).tolist(), [t > 0 for t in range(len(text))])
+        rankable = [t > 0 for t in range(len(text))]
+        sentence = LayerMargins.of_columns(text, along.tolist(), np.sign(along).tolist(), rankable)
         details[arm] = ArmDetails(
             label=(labels or {}).get(arm, arm.upper()),
             description=(labels or {}).get(arm, ""),
             seconds=12.0,
-            margins=ArmMargins(margins.tolist(), np.sign(margins).astype(int).tolist(), trace=trace),
+            margins=ArmMargins(margins.tolist(), np.sign(margins).astype(int).tolist(), text=sentence),
         )
     config = {"corpus": {"name": (labels or {}).get("ce", "kjv")}, "sigmas": [0.1, 0.5], "runs": [{"steps": 3}]}
     return compare(measured, data, chosen, details=details, bootstrap=Bootstrap(resamples=300), config=config)

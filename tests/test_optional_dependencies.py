@@ -1,6 +1,5 @@
 """What an installation without extras can do, in a fresh process that refuses to import them."""
 
-import json
 import re
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 
 from margin_samples import sample_record
 from support_tokens._lazy import install_hint
-from support_tokens.report.records import record_to_json
 from synthetic_reports import CE, synthetic
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -106,7 +104,7 @@ def test_command_line_names_the_missing_extra(verb: str) -> None:
 
 def test_the_report_extra_is_enough_to_view_records(tmp_path) -> None:
     margins, report = tmp_path / "margins.json", tmp_path / "report.json"
-    margins.write_text(json.dumps(record_to_json(sample_record())), encoding="utf-8")
+    sample_record().to_json(margins)
     synthetic(ce=CE, other=(2.1, 1.0, 1.0, 1.0)).to_json(report)
     views = [word for kind in ("html", "png", "svg") for word in (f"--{kind}", str(tmp_path / f"margins.{kind}"))]
     finished = run(

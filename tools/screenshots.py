@@ -8,7 +8,6 @@ running `support-tokens explore`. Look at the pictures before they are committed
 
 import argparse
 import io
-import json
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from support_tokens.report import tokens as views
-from support_tokens.report.records import changes_from_json, record_from_json
+from support_tokens.report.records import MarginChanges, MarginRecord
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 TEXT = "The capital of France is Paris, and the river that runs through it is called the Seine."
@@ -37,11 +36,10 @@ def main() -> None:
     parser.add_argument("comparison", type=Path)
     parser.add_argument("--explorer", help="address of a running explorer")
     chosen = parser.parse_args()
-    read = lambda path: json.loads(path.read_text(encoding="utf-8"))  # noqa: E731
-    record = record_from_json(read(chosen.record))
+    record = MarginRecord.from_json(chosen.record)
     pages = {
         "margins": views.margins_html(record),
-        "changes": views.changes_html(changes_from_json(read(chosen.comparison))),
+        "changes": views.changes_html(MarginChanges.from_json(chosen.comparison)),
     }
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
         browser = playwright.chromium.launch(

@@ -3,6 +3,7 @@
 __all__ = [
     "SCHEMA_VERSION",
     "read_json",
+    "read_object",
     "replace_folder",
     "unwritable",
     "versions",
@@ -103,18 +104,33 @@ def read_json(path: str | Path) -> dict:
     Raises:
         RunFolderError: The file is missing, unreadable, no JSON object, or of another schema.
     """
-    try:
-        payload = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunFolderError(f"'{path}' cannot be read ({error.strerror}); pass the folder of a run.") from error
-    except ValueError as error:
-        raise RunFolderError(f"'{path}' is not valid JSON ({error}); restore it or run again.") from error
-    received = payload.get("schema_version") if isinstance(payload, dict) else None
+    payload = read_object(path)
+    received = payload.get("schema_version")
     if received != SCHEMA_VERSION:
         raise RunFolderError(
             f"'{path}' has schema_version {received!r} where {SCHEMA_VERSION} is required; "
             "it was written by another version of support-tokens or by another program."
         )
+    return payload
+
+
+def read_object(path: str | Path) -> dict:
+    """Reads a JSON object of any version.
+
+    Args:
+        path: File to read.
+
+    Raises:
+        RunFolderError: The file is missing, unreadable, or no JSON object.
+    """
+    try:
+        payload = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunFolderError(f"'{path}' cannot be read ({error.strerror}); pass the folder of a run.") from error
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"'{path}' is not valid JSON ({error}); restore it or run again.") from error
+    if not isinstance(payload, dict):
+        raise RunFolderError(f"'{path}' must hold a JSON object, received a {type(payload).__name__}; check the path.")
     return payload
 
 

@@ -217,7 +217,7 @@ def test_json_has_the_keys_of_the_contract_and_comes_back(report, tmp_path) -> N
     path = tmp_path / "report.json"
     report.to_json(path)
     made = json.loads(path.read_text())
-    assert made["schema_version"] == 1
+    assert made["schema_version"] == 2
     assert isinstance(made["model"], str)
     assert [(entry["layer"], entry["view"]) for entry in made["layers"]] == [(0, "noise"), (1, "noise")]
     keys = {"position", "id", "token", "sign", "log_abs_det", "sigma_min", "valid"}
@@ -229,9 +229,9 @@ def test_json_has_the_keys_of_the_contract_and_comes_back(report, tmp_path) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "robustness"}, "kind 'token_margins' is required"),
-        ({"schema_version": 2}, "schema_version 2"),
-        ({"layers": []}, "one layer or more"),
+        ({"kind": "robustness"}, "kind must be 'token_margins', received 'robustness'"),
+        ({"schema_version": 3}, "schema_version must be 1 to 2, received 3"),
+        ({"layers": []}, "layers must be of a length that is at least 1"),
         ({"layers": [{"layer": 0, "view": "noise", "tokens": [{"position": 0}]}]}, "tokens[0].id is missing"),
     ],
 )

@@ -1,6 +1,5 @@
 """The explorer in a real browser: type, run, switch, download, stop, hostile and long text, keyboard, a phone."""
 
-import json
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ import uvicorn
 from command import make_run
 from margin_samples import HOSTILE
 from support_tokens.explorer import Explorer, Limits, ModelChoice, explorer_app, serve_explorer
-from support_tokens.report.records import record_from_json
+from support_tokens.report.records import MarginRecord
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_json_and_page_are_downloaded(visit, tmp_path) -> None:
         with page.expect_download() as waiting:
             page.get_by_text(f"Download {name}").click()
         waiting.value.save_as(tmp_path / name)
-    record = record_from_json(json.loads((tmp_path / "JSON").read_text(encoding="utf-8")))
+    record = MarginRecord.from_json(tmp_path / "JSON")
     assert "".join(token.token for token in record.select().tokens) == "a cat"
     assert "Content-Security-Policy" in (tmp_path / "page").read_text(encoding="utf-8")
 

@@ -43,7 +43,7 @@ def test_train_evaluate_and_report(monkeypatch, capsys, tmp_path, text) -> None:
     assert "barrier, weight 0.05" in printed
     assert str(out / "report.html") in printed
     made = json.loads((out / "report.json").read_text())
-    assert made["schema_version"] == 1
+    assert made["schema_version"] == 2
     page = (out / "report.html").read_text()
     (out / "report.html").unlink()
     assert run(monkeypatch, "report", out) == 0

@@ -31,7 +31,7 @@ def test_all_outputs(monkeypatch, capsys, tmp_path, model) -> None:
     captured = capsys.readouterr()
     assert code == 0, captured.err
     made = json.loads(files["json"].read_text())
-    assert made["schema_version"] == 1
+    assert made["schema_version"] == 2
     assert made["model"] == str(model)
     assert [(entry["layer"], entry["view"]) for entry in made["layers"]] == [(0, "noise"), (1, "noise")]
     assert [token["position"] for token in made["layers"][0]["tokens"]] == list(range(18))

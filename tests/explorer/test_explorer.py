@@ -137,7 +137,7 @@ def test_results_are_kept_and_forgotten(explorer) -> None:
     assert len(set(names)) == 3
     assert min(map(len, names)) >= 32
     assert results.get(names[0], "html") is None
-    assert json.loads(results.get(names[2], "json"))["schema_version"] == 1
+    assert json.loads(results.get(names[2], "json"))["schema_version"] == 2
     assert b"Content-Security-Policy" in results.get(names[2], "html")
     assert results.get(names[2], "exe") is None
 

@@ -8,10 +8,9 @@ from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.report.records import (
     AnalyzedText,
     LayerMargins,
+    MarginChanges,
     MarginRecord,
     TokenMargin,
-    changes_from_json,
-    changes_to_json,
     compare_records,
 )
 
@@ -39,8 +38,8 @@ def test_same_text_of_two_checkpoints() -> None:
     assert [c.difference for c in entry.tokens] == [2.0, 0.0, -6.5]
     assert [c.sigma_min_difference for c in entry.tokens] == [0.0, 0.0, 0.5]
     assert [c.flipped for c in entry.tokens] == [True, False, True]
-    assert [c.after.token for c in entry.became] == ["c"]
-    assert [c.before.token for c in entry.ceased] == ["a"]
+    assert [c.after.token for c in entry.gained] == ["c"]
+    assert [c.before.token for c in entry.lost] == ["a"]
 
 
 def test_corrupted_texts_are_aligned() -> None:
@@ -60,7 +59,7 @@ def test_every_token_of_both_is_there_once_in_order(before, after) -> None:
     for change in entry.tokens:
         assert (change.difference is None) == (change.before is None or change.after is None)
     assert len([c for c in entry.tokens if c.rank_after]) == min(3, len(after))
-    assert len(entry.became) - len(entry.ceased) == min(3, len(after)) - min(3, len(before))
+    assert len(entry.gained) - len(entry.lost) == min(3, len(after)) - min(3, len(before))
 
 
 def test_records_that_share_nothing_are_refused() -> None:
@@ -75,8 +74,8 @@ def test_what_may_account_for_a_difference_is_said() -> None:
 
 def test_changes_come_back_from_json() -> None:
     changes = compare_records(record("abc"), record("axbc"))
-    assert changes_from_json(changes_to_json(changes)) == changes
-    with pytest.raises(RunFolderError, match="kind 'margin_changes' is required"):
-        changes_from_json({"schema_version": 1, "kind": "token_margins"})
-    with pytest.raises(RunFolderError, match="an object of changes is required"):
-        changes_from_json([])
+    assert MarginChanges.from_record(changes.record()) == changes
+    with pytest.raises(RunFolderError, match="kind must be 'margin_changes', received 'token_margins'"):
+        MarginChanges.from_record({"schema_version": 1, "kind": "token_margins"})
+    with pytest.raises(RunFolderError, match="received 'list'"):
+        MarginChanges.from_record([])

@@ -24,7 +24,7 @@ from support_tokens.report.robustness import (
     render_html,
     render_text,
     seed_caveat,
-    sentence_view,
+    sentence_texts,
     under_noise,
     verdict,
 )
@@ -245,30 +245,30 @@ def test_page_is_made_of_the_json_alone_and_always_the_same(hostile):
     record = json.loads(json.dumps(hostile.record()))
     assert render_html(record) == render_html(hostile)
     assert render_text(record) == render_text(hostile)
-    with pytest.raises(RunFolderError, match="of kind 'support-tokens/robustness' is required"):
+    with pytest.raises(RunFolderError, match="kind must be 'support-tokens/robustness', received 'None'"):
         render_html({"schema_version": 1})
 
 
 def test_page_without_margins_or_noise_or_rivals():
     clean = PerturbationSet(standard_perturbations().items[:1])
-    report = dataclasses.replace(synthetic(perturbations=clean, ce=CE), margins=(), sentence=None, config={})
+    report = dataclasses.replace(synthetic(perturbations=clean, ce=CE), margins=(), sentence=(), config={})
     text = "".join(Reader(render_html(report)).text)
     assert "One arm: nothing is compared." in text and "Along a held-out text" not in text and "Degradation" not in text
     assert "clean" in render_text(report)
 
 
 def test_support_tokens_are_framed_and_listed_smallest_first(hostile):
-    view = sentence_view(hostile)
+    texts, _ = sentence_texts(hostile)
     page = render_html(hostile)
     assert page.count('class="t m') + page.count('class="t"') + page.count('class="t negative"') >= 3 * 9
-    for text, trace in zip(view.texts, hostile.sentence.arms, strict=True):
-        assert [s.position for s in text.support] == list(trace.support)
-        margins = [trace.log_abs_det[s.position] for s in text.support]
-        assert margins == sorted(margins)
-        assert [t.support for t in text.tokens].count(True) == len(trace.support) == 5
+    for text, record in zip(texts, hostile.sentence, strict=True):
+        margins = [token.log_abs_det for token in record.layers[0].tokens]
+        weakest = sorted(range(1, 9), key=lambda t, margins=margins: margins[t])[:5]
+        assert [s.position for s in text.support] == weakest
+        assert [text.tokens[t].rank for t in weakest] == [1, 2, 3, 4, 5]
+        assert sum(token.rank is not None for token in text.tokens) == 5
         assert text.tokens[0].band is None  # not ranked
-        deepest = max(range(1, 9), key=lambda t, text=text: text.tokens[t].band)
-        assert text.tokens[trace.support[0]].band == text.tokens[deepest].band
+        assert text.tokens[weakest[0]].band == max(token.band for token in text.tokens[1:])
 
 
 def test_many_arms_fit():
@@ -310,7 +310,7 @@ def test_a_headline_names_who_is_level_only_where_ties_are_few(monkeypatch):
     monkeypatch.setattr(module, "leaders", lambda *_: ["ce", "other"])
     assert headline(report).count("are level") == 2
     kinds = [ABSOLUTE, MATCHED, "token_drop", "weight_rounding"]
-    monkeypatch.setattr(module, "families", lambda _: kinds)
+    monkeypatch.setattr(type(report), "families", kinds)
     many = headline(report)
     assert "are level" not in many and many.count("clearly ahead") == 1
     assert all(words.family(kind) in many for kind in kinds)

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from margin_samples import HOSTILE, layer_of, record_of, sample_record
 from support_tokens.errors import ArgumentError
-from support_tokens.report import band, limits_of
+from support_tokens.report import band, band_css, limits_of
 from support_tokens.report import tokens as views
-from support_tokens.report.records import compare_records, record_from_json, record_to_json
+from support_tokens.report.records import MarginRecord, compare_records
 
 PACKAGE = Path(views.__file__).parent
 
@@ -105,22 +105,20 @@ def test_the_script_makes_no_markup_of_text() -> None:
 
 def test_page_is_the_same_each_time_and_from_json_alone() -> None:
     record = sample_record()
-    again = record_from_json(json.loads(json.dumps(record_to_json(record))))
+    again = MarginRecord.from_record(json.loads(json.dumps(record.record())))
     assert again == record
     assert views.margins_html(again) == views.margins_html(record)
-    bare = {"schema_version": 1, "model": "m", "layers": [{"layer": 0, "view": "noise", "tokens": []}]}
+    bare = {
+        "schema_version": 1,
+        "kind": "token_margins",
+        "model": "m",
+        "layers": [{"layer": 0, "view": "noise", "tokens": []}],
+    }
     keys = {"position": 0, "id": 1, "token": "a", "sign": 1, "log_abs_det": 0.5, "sigma_min": 0.1, "valid": True}
     bare["layers"][0]["tokens"].append(keys)
-    made = record_from_json(bare)
+    made = MarginRecord.from_record(bare)
     assert "<title>m" in views.margins_html(made)
     assert "a" in printed(views.margins_renderable(made))
-
-
-def test_a_record_with_the_former_name_of_surprisal_is_read() -> None:
-    record = sample_record()
-    former = json.dumps(record_to_json(record)).replace("surprisal_nats", "surprise_nats")
-    assert "surprise_nats" in former
-    assert record_from_json(json.loads(former)) == record
 
 
 def test_without_script_the_support_tokens_are_there() -> None:
@@ -208,8 +206,7 @@ def test_bands_follow_the_margin() -> None:
 
 
 def test_bands_differ_in_lightness_on_light_and_dark_paper() -> None:
-    style = (PACKAGE / "page.css").read_text(encoding="utf-8")
-    alphas = [float(a) for a in re.findall(r"\.m\d \{ background: rgba\(var\(--weak\), ([.\d]+)\)", style)]
+    alphas = [float(a) for a in re.findall(r"\.m\d\{background:rgba\(var\(--weak\),([.\d]+)\)", band_css())]
     assert len(alphas) == 7
     for paper, weak, ink in (((255,) * 3, (213, 94, 0), (27, 31, 36)), ((20, 23, 27), (226, 104, 20), (233, 236, 239))):
         mixed = [tuple(a * w + (1 - a) * p for w, p in zip(weak, paper, strict=True)) for a in alphas]

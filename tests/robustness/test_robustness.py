@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.models import hook_embeddings
-from support_tokens.report.records import ArmMargins, RobustnessReport, Trace, histograms, sentence
+from support_tokens.report.records import ArmMargins, LayerMargins, RobustnessReport, histograms, sentence
 from support_tokens.robustness import (
     ArmDetails,
     Bootstrap,
@@ -175,7 +175,7 @@ def test_modes_and_hooks_are_restored():
     hooks = [len(m._forward_pre_hooks) for m in model.modules()]
     evaluate_robustness({"a": model}, ids(), NOISE, bootstrap=QUICK)
     handle = hook_embeddings(model, lambda x: x * math.nan)
-    with pytest.raises(ArgumentError, match="loss of arm 'a' under 'clean' must be finite, received nan on sequence 0"):
+    with pytest.raises(ArgumentError, match="loss of arm 'a' under 'clean' must be finite, but is not on sequence 0"):
         evaluate_robustness({"a": model}, ids(), NOISE, bootstrap=QUICK)
     handle.remove()
     assert [m.training for m in model.modules()] == modes
@@ -212,16 +212,12 @@ def test_models_of_a_lazy_sequence_are_loaded_one_at_a_time():
     ("arms", "options", "says"),
     [
         ({}, {}, "At least one arm is required"),
-        (
-            {"a": [small()], "b": [small(), small()]},
-            {},
-            "same number of seeds, at least one, received {'a': 1, 'b': 2}",
-        ),
-        ({"a": []}, {}, "at least one, received {'a': 0}"),
-        ({"a": small()}, {"baseline": "ce"}, "An arm must be one of 'a', received 'ce'"),
-        ({"a": small()}, {"details": {"x": ArmDetails()}}, "received 'x'"),
-        ({"a": small()}, {"seeds": [1, 2]}, "must be 1 different numbers, one a model of each arm, received [1, 2]"),
-        ({"a": small()}, {"batch_size": 0}, "batch_size must be at least 1, received 0"),
+        ({"a": [small()], "b": [small(), small()]}, {}, "same seeds, at least one, but have {'a': 1, 'b': 2}"),
+        ({"a": []}, {}, "at least one, but have {'a': 0}"),
+        ({"a": small()}, {"baseline": "ce"}, "The arms are 'a'; 'ce' is none of them"),
+        ({"a": small()}, {"details": {"x": ArmDetails()}}, "'x' is none of them"),
+        ({"a": small()}, {"seeds": [1, 2]}, "must be 1 different ones, one a model of each arm, not [1, 2]"),
+        ({"a": small()}, {"batch_size": 0}, "batch size of an evaluation must be at least 1, not 0"),
     ],
 )
 def test_bad_arms_are_refused(arms, options, says):
@@ -233,8 +229,8 @@ def test_bad_arms_are_refused(arms, options, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((torch.zeros(3, dtype=torch.long),), "received shape (3,)"),
-        ((torch.zeros(3, 1, dtype=torch.long),), "received shape (3, 1)"),
+        ((torch.zeros(3, dtype=torch.long),), "shape is (3,)"),
+        ((torch.zeros(3, 1, dtype=torch.long),), "shape is (3, 1)"),
         ((torch.zeros(2, 4),), "type torch.float32"),
         (
             (torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4)),
@@ -251,7 +247,7 @@ def test_bad_data_is_refused(arguments, says):
 
 
 def test_ids_beyond_the_vocabulary_are_refused():
-    with pytest.raises(ArgumentError, match=r"for arm 'a' must be in 0 ... 10, received 0 ... 11"):
+    with pytest.raises(ArgumentError, match=r"for arm 'a' must lie in 0 ... 10, but the evaluation data has 0 ... 11"):
         evaluate_robustness({"a": small()}, torch.tensor([[0, 11]]), NOISE, bootstrap=QUICK)
 
 
@@ -268,26 +264,26 @@ def test_histograms_share_edges_and_count_everything():
     for counts in model.arms:
         assert sum(counts.counts) + counts.below + counts.above + counts.singular == counts.n
     assert model.arms[0].singular == 1 and model.arms[0].minimum == -50.0 and model.arms[0].below >= 1
-    assert model.arms[1].negative_share == pytest.approx(0.1) and sum(model.arms[1].negative_counts) <= 40
+    assert model.arms[1].negative_fraction == pytest.approx(0.1) and sum(model.arms[1].negative_counts) <= 40
     assert model.edges[0] <= 0 <= model.edges[-1]
 
 
 def test_support_tokens_are_the_smallest_valid_margins():
-    trace = Trace(
+    text = LayerMargins.of_columns(
         list("abcdef"), [-9.0, -9.0, -1.0, 2.0, -math.inf, -1.0], [1, 1, -1, 1, 0, 1], [False, False, *[True] * 4]
     )
-    made_sentence = sentence({"a": ArmMargins([], [], trace=trace)}, support=3)
-    assert made_sentence.arms[0].support == (4, 2, 5)
-    assert made_sentence.arms[0].log_abs_det[4] is None
-    assert sentence({"a": None}) is None
-    with pytest.raises(ArgumentError, match="one log margin, sign and validity a token"):
-        Trace(["a"], [0.0, 1.0], [1])
+    (record,) = sentence({"a": ArmMargins([], [], text=text)})
+    assert [token.position for token in record.layers[0].support_tokens(3)] == [4, 2, 5]
+    assert record.layers[0].tokens[4].log_abs_det is None
+    assert sentence({"a": None}) == ()
+    with pytest.raises(ArgumentError, match="one log margin, sign, rankable and id a token"):
+        LayerMargins.of_columns(["a"], [0.0, 1.0], [1])
 
 
 @pytest.fixture(scope="module")
 def report() -> RobustnessReport:
-    trace = Trace(list("ab"), [0.0, -math.inf], [1, 0])
-    details = {"b": ArmDetails("Barrier", "with <b>", 2.5, ArmMargins([0.1, 0.2], [1, -1], trace=trace))}
+    text = LayerMargins.of_columns("ab", [0.0, -math.inf], [1, 0])
+    details = {"b": ArmDetails("Barrier", "with <b>", 2.5, ArmMargins([0.1, 0.2], [1, -1], text=text))}
     return evaluate_robustness(
         {"a": [small(), small(1)], "b": [small(2), small(3)]},
         ids(),
@@ -303,7 +299,7 @@ def test_json_keeps_everything(report, tmp_path):
     report.to_json(path)
     assert RobustnessReport.from_json(path) == report
     record = json.loads(path.read_text())
-    assert record["schema_version"] == 1 and record["kind"] == "support-tokens/robustness"
+    assert record["schema_version"] == 2 and record["kind"] == "support-tokens/robustness"
     assert record["perturbation_checksum"] == NOISE.checksum
     assert {"torch", "transformers", "python"} <= set(record["versions"])
 
@@ -330,10 +326,10 @@ def broken(report, change) -> str:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda r: r.update(schema_version=2), "schema_version 2 where 1 is required"),
+        (lambda r: r.update(schema_version=3), "schema_version must be 1 to 2, received 3"),
         (
             lambda r: r.update(kind="something"),
-            "kind 'support-tokens/robustness' is required, but this one is 'something'",
+            "kind must be 'support-tokens/robustness', received 'something'",
         ),
         (lambda r: r.pop("arms"), "arms is missing"),
         (
@@ -348,18 +344,18 @@ def broken(report, change) -> str:
         (lambda r: r["data"].update(sequences=2.5), "data.sequences must be a whole number, not 2.5"),
         (lambda r: r.update(seeds="0"), "seeds must be a list, not '0'"),
         (
-            lambda r: r["sentence"]["arms"][0].update(valid=[1]),
-            "sentence.arms[0].valid[0] must be a truth value, not 1",
+            lambda r: r["sentence"][0]["layers"][0]["tokens"][0].update(valid=1),
+            "sentence[0].layers[0].tokens[0].valid must be a truth value, not 1",
         ),
         (lambda r: r["results"].pop(), "('b', 'noise 0.5 x RMS') is missing or too many"),
         (lambda r: r.update(baseline="z"), "one of its arms, not 'z'"),
         (lambda r: r["areas"].pop(), "areas of a robustness report must be there once"),
-        (lambda r: r["differences"][0].update(of="z"), "differences of a robustness report must be there once"),
+        (lambda r: r["differences"][0].update(condition="z"), "differences of a robustness report must be there once"),
         (lambda r: r["area_differences"].clear(), "area_differences of a robustness report must be there once"),
-        (lambda r: r["results"][0].update(bits_by_seed=[1.0]), "seeds of a robustness report must be there once"),
+        (lambda r: r["results"][0].update(bits_by_seed=[1.0]), "one figure for each of its 2 seeds"),
         (lambda r: r["margins"][0]["arms"][0].update(arm="z"), "must be of its arms, not of {'z'}"),
         (lambda r: r["margins"][0].update(edges=[0.0]), "A histogram of 1 edges"),
-        (lambda r: r["sentence"]["arms"][0].update(support=[2]), "one for each of its 2 tokens"),
+        (lambda r: r["sentence"][0]["layers"][0]["tokens"].pop(0), "must have the positions 0 to 0"),
         (lambda r: r["perturbations"].reverse(), "first perturbation of a robustness report must be the clean one"),
     ],
 )

@@ -52,7 +52,7 @@ def test_figures_equal_plain_formulas():
     assert found.n_positions == log_margin.numel()
     assert found.log_margin_mean == pytest.approx(float(log_margin.mean()), rel=1e-5)
     assert found.log_margin_min == pytest.approx(float(log_margin.min()), rel=1e-5)
-    assert found.negative_share == pytest.approx(float((margins.sign[:, 2:] < 0).double().mean()))
+    assert found.negative_fraction == pytest.approx(float((margins.sign[:, 2:] < 0).double().mean()))
 
 
 def test_coupling_is_the_symmetric_part_of_the_jacobian_by_autograd():
@@ -64,7 +64,7 @@ def test_coupling_is_the_symmetric_part_of_the_jacobian_by_autograd():
     torch.testing.assert_close(
         torch.tensor(found.coupling_quantiles, dtype=values.dtype), expected, rtol=1e-5, atol=1e-7
     )
-    assert found.attractive_share == pytest.approx(float(values.clamp_min(0).sum() / values.abs().sum()), rel=1e-5)
+    assert found.attractive_fraction == pytest.approx(float(values.clamp_min(0).sum() / values.abs().sum()), rel=1e-5)
     sigma = torch.linalg.svdvals(torch.eye(WIDTH, dtype=values.dtype) - jacobian)[..., -1].flatten()
     assert found.sigma_min_low == pytest.approx(float(sigma.quantile(0.05)), rel=1e-5)
 

@@ -122,7 +122,7 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path):
     [
         ("{", "is not valid JSON"),
         ("", "is not valid JSON"),
-        ("[1]", "schema_version None where 1 is required"),
+        ("[1]", "must hold a JSON object, received a list"),
         ('{"a": 1}', "schema_version None where 1 is required"),
         ('{"schema_version": 99}', "schema_version 99 where 1 is required"),
     ],

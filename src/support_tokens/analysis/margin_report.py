@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from support_tokens.errors import ArgumentError, DataError, RunFolderError
-from support_tokens.files import read_json, write_bytes, write_json, write_text
+from support_tokens.errors import DataError
+from support_tokens.files import write_bytes, write_text
 from support_tokens.report.records import (
     LayerMargins,
     MarginChanges,
     MarginRecord,
     TokenMargin,
     compare_records,
-    record_from_json,
-    record_to_json,
 )
 from support_tokens.report.tokens import margins_fragment, margins_html, margins_png, margins_renderable, margins_svg
 
@@ -46,11 +44,7 @@ class MarginReport:
         Raises:
             RunFolderError: The file cannot be read, or is none of this kind and version.
         """
-        payload = read_json(path)
-        try:
-            return cls(record_from_json(payload, whose=f"'{path}'"))
-        except ArgumentError as error:
-            raise RunFolderError(f"'{path}': {error}") from error
+        return cls(MarginRecord.from_json(path))
 
     def select(self, layer: int | None = None, view: str | None = None, text: int = 0) -> LayerMargins:
         """The tokens of one text under one layer and view; the first of the report where None."""
@@ -95,8 +89,7 @@ class MarginReport:
         Raises:
             RunFolderError: The file cannot be written.
         """
-        record = record_to_json(self.record)
-        write_json(path, {key: value for key, value in record.items() if key != "schema_version"})
+        self.record.to_json(path)
 
     def to_parquet(self, path: str | Path) -> None:
         """Writes the table of `to_dataframe` as Parquet, whole or not at all; model and notes stand in its metadata.

@@ -172,7 +172,7 @@ def _entries(
         tokens = tuple(
             TokenMargin(
                 position=t, id=ids[t], token=shown[t].token, sign=sign[t], log_abs_det=margin[t], sigma_min=sigma[t],
-                rankable=rankable[t], shown=shown[t].shown, surprisal_nats=surprisals[t], gradient_share=shares[t],
+                rankable=rankable[t], sanitized=shown[t].shown, surprisal_nats=surprisals[t], gradient_share=shares[t],
                 coupling_sign=coupling[t], per_head=heads[t],
             )
             for t in range(len(sign))

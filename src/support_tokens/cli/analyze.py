@@ -143,14 +143,12 @@ def _write(report: "MarginReport", json_, parquet, html, png, svg, k: int) -> No
 
 
 def _compare(earlier: "MarginReport", report: "MarginReport", k: int, json_, html, console) -> None:
-    from support_tokens.files import write_json, write_text
-    from support_tokens.report.records import changes_to_json
+    from support_tokens.files import write_text
     from support_tokens.report.tokens import changes_html, changes_renderable
 
     changes = earlier.compare(report, k=k)
     if json_ is not None:
-        payload = changes_to_json(changes)
-        write_json(json_, {key: value for key, value in payload.items() if key != "schema_version"})
+        changes.to_json(json_)
     if html is not None:
         write_text(html, changes_html(changes))
     console.print(changes_renderable(changes), highlight=False)

@@ -8,7 +8,6 @@ import threading
 from collections import OrderedDict
 
 from support_tokens.analysis import MarginReport
-from support_tokens.report.records import record_to_json
 from support_tokens.report.tokens import margins_html
 
 
@@ -30,7 +29,7 @@ class Results:
 
     def keep(self, report: MarginReport) -> str:
         """Keeps the page and the JSON of a report, and returns the name they are kept under."""
-        text = json.dumps(record_to_json(report.record), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(report.record.record(), indent=2, ensure_ascii=False, allow_nan=False)
         made = {"html": margins_html(report.record).encode(), "json": text.encode()}
         name = secrets.token_urlsafe(24)
         with self._lock:

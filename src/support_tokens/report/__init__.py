@@ -4,6 +4,7 @@ __all__ = [
     "Finding",
     "Verdict",
     "band",
+    "band_css",
     "decode",
     "degradation_png",
     "encode",
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from support_tokens.report.robustness.plots import degradation_png
     from support_tokens.report.robustness.terminal import print_report, render_text
     from support_tokens.report.robustness.verdict import Finding, Verdict, verdict
-    from support_tokens.report.scale import band, limits_of
+    from support_tokens.report.scale import band, band_css, limits_of
     from support_tokens.report.schema import decode, encode
 
 __getattr__ = lazy_exports(
@@ -59,6 +60,7 @@ __getattr__ = lazy_exports(
         "Verdict": "robustness.verdict",
         "verdict": "robustness.verdict",
         "band": "scale",
+        "band_css": "scale",
         "limits_of": "scale",
         "decode": "schema",
         "encode": "schema",

@@ -1,12 +1,12 @@
-"""Figures and names as a reader sees them: the same words in the page, in the terminal and in the verdict."""
+"""Figures and names as they are displayed, the same in the page, in the terminal and in the verdict."""
 
 __all__ = ["family", "interval", "label", "number", "percent", "ratio", "setting", "signed", "visible"]
 
+import math
 import unicodedata
 
 from support_tokens.report.records.estimate import Estimate
-from support_tokens.report.records.results import RobustnessReport
-from support_tokens.report.records.robustness import PerturbationRecord
+from support_tokens.report.records.robustness import PerturbationRecord, RobustnessReport
 
 _GLYPHS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u00ad": "[SHY]"}
 _FAMILIES = {
@@ -34,10 +34,10 @@ def visible(text: str) -> str:
         >>> visible("a\n"), visible("\x1b[1m"), visible("\u202e"), visible("")
         ('a↵', '␛[1m', '[U+202E]', '∅')
     """
-    return "".join(map(_shown, text)) or "∅"
+    return "".join(map(_visible, text)) or "∅"
 
 
-def _shown(character: str) -> str:
+def _visible(character: str) -> str:
     if character in _GLYPHS:
         return _GLYPHS[character]
     if ord(character) < 0x20:
@@ -84,11 +84,13 @@ def number(value: float, digits: int = 3) -> str:
     """A figure with a true minus sign.
 
     Example:
-        >>> number(-1.23456)
-        '−1.235'
+        >>> number(-1.23456), number(float("-inf"))
+        ('−1.235', '−∞')
     """
-    shown = f"{value:.{digits}f}"
-    return shown.replace("-", "−") if float(shown) else shown.removeprefix("-")
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    digits_of = f"{value:.{digits}f}"
+    return digits_of.replace("-", "−") if float(digits_of) else digits_of.removeprefix("-")
 
 
 def signed(value: float, digits: int = 3) -> str:
@@ -98,8 +100,8 @@ def signed(value: float, digits: int = 3) -> str:
         >>> signed(0.5), signed(-0.5), signed(0.00001)
         ('+0.500', '−0.500', '0.000')
     """
-    shown = number(value, digits)
-    return f"+{shown}" if float(f"{value:.{digits}f}") > 0 else shown
+    unsigned = number(value, digits)
+    return f"+{unsigned}" if float(f"{value:.{digits}f}") > 0 else unsigned
 
 
 def ratio(value: float, digits: int = 2) -> str:
@@ -112,14 +114,14 @@ def ratio(value: float, digits: int = 2) -> str:
     return f"{number(value, digits)}×"
 
 
-def percent(share: float, digits: int = 1) -> str:
+def percent(fraction: float, digits: int = 1) -> str:
     r"""A signed percentage; its space does not break.
 
     Example:
         >>> percent(0.0123)
         '+1.2\xa0%'
     """
-    return f"{signed(100 * share, digits)}\u00a0%"
+    return f"{signed(100 * fraction, digits)}\u00a0%"
 
 
 def interval(estimate: Estimate, digits: int = 3, *, sign: bool = False) -> str:
@@ -131,5 +133,5 @@ def interval(estimate: Estimate, digits: int = 3, *, sign: bool = False) -> str:
     """
     if estimate.low is None or estimate.high is None:
         return "no interval"
-    shown = signed if sign else number
-    return f"{shown(estimate.low, digits)}\u00a0…\u00a0{shown(estimate.high, digits)}"
+    form = signed if sign else number
+    return f"{form(estimate.low, digits)}\u00a0…\u00a0{form(estimate.high, digits)}"

@@ -151,8 +151,8 @@ def _figures(state: AttentionState, x: Tensor, real: Tensor, positions: int) -> 
         "log_margin_mean": float(finite.mean()) if len(finite) else 0.0,
         "log_margin_min": float(finite.min()) if len(finite) else 0.0,
         "sigma_min_low": float(margins.sigma_min[kept].double().quantile(0.05)),
-        "negative_share": float((sign < 0).double().mean()),
-        "attractive_share": float(eigenvalues.clamp_min(0).sum()) / size if size else 0.5,
+        "negative_fraction": float((sign < 0).double().mean()),
+        "attractive_fraction": float(eigenvalues.clamp_min(0).sum()) / size if size else 0.5,
         "coupling_quantiles": tuple(torch.quantile(_at_most(eigenvalues), levels).tolist()),
     }
 

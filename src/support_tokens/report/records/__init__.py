@@ -2,6 +2,7 @@
 
 __all__ = [
     "CALIBRATION_BINS",
+    "RECORD_KINDS",
     "AnalyzedText",
     "Area",
     "ArmMargins",
@@ -22,24 +23,22 @@ __all__ = [
     "MarginRecord",
     "PerturbationRecord",
     "Prediction",
+    "Record",
+    "RecordKind",
     "Result",
     "RobustnessReport",
     "Split",
     "StructureFigures",
     "TokenMargin",
-    "Trace",
     "Window",
-    "changes_from_json",
-    "changes_to_json",
     "compare_records",
     "histograms",
-    "record_from_json",
     "record_table",
-    "record_to_json",
     "sentence",
     "write_plot",
 ]
 
+from support_tokens.report.records.base import RECORD_KINDS, Record, RecordKind
 from support_tokens.report.records.benchmark import (
     BenchmarkArm,
     BenchRecord,
@@ -48,11 +47,10 @@ from support_tokens.report.records.benchmark import (
     record_table,
     write_plot,
 )
-from support_tokens.report.records.changes import MarginChanges, changes_from_json, changes_to_json, compare_records
+from support_tokens.report.records.changes import MarginChanges, compare_records
 from support_tokens.report.records.estimate import Estimate
 from support_tokens.report.records.generation import GeneratedToken, Generation, GenerationRecord
-from support_tokens.report.records.histograms import ArmMargins, Trace, histograms, sentence
-from support_tokens.report.records.results import RobustnessReport
+from support_tokens.report.records.histograms import ArmMargins, histograms, sentence
 from support_tokens.report.records.robustness import (
     CALIBRATION_BINS,
     Area,
@@ -63,15 +61,14 @@ from support_tokens.report.records.robustness import (
     Difference,
     PerturbationRecord,
     Result,
+    RobustnessReport,
     Split,
-    StructureFigures,
 )
+from support_tokens.report.records.structure import StructureFigures
 from support_tokens.report.records.tokens import (
     AnalyzedText,
     LayerMargins,
     MarginRecord,
     TokenMargin,
     Window,
-    record_from_json,
-    record_to_json,
 )

@@ -5,11 +5,12 @@ __all__ = ["BenchRecord", "BenchmarkArm", "Check", "Prediction", "record_table",
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from support_tokens.files import read_json, write_json
-from support_tokens.report.schema import decode, encode
+from support_tokens.report.records.base import Record
+from support_tokens.report.schema import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE
 
-KIND, SCHEMA_VERSION = "benchmark", 1
+Positive = Annotated[float, POSITIVE]
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class BenchmarkArm:
 
     group: str
     name: str
-    seconds: tuple[float, ...]
-    ratio: float
-    low: float
-    high: float
-    peak_bytes: int | None = None
-    memory_ratio: float | None = None
+    seconds: Annotated[tuple[Positive, ...], AT_LEAST_ONE]
+    ratio: Positive
+    low: Positive
+    high: Positive
+    peak_bytes: Annotated[int, NON_NEGATIVE] | None = None
+    memory_ratio: Annotated[float, NON_NEGATIVE] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Prediction:
 
     name: str
     predicted: float
-    measured: float
+    measured: Positive
 
     @property
     def error(self) -> float:
@@ -62,7 +63,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class BenchRecord:
+class BenchRecord(Record, kind="benchmark"):
     """All of one benchmark run.
 
     Args:
@@ -76,35 +77,10 @@ class BenchRecord:
 
     suite: str
     machine: Mapping[str, str | int]
-    arms: tuple[BenchmarkArm, ...]
+    arms: Annotated[tuple[BenchmarkArm, ...], AT_LEAST_ONE]
     checks: tuple[Check, ...] = ()
     predictions: tuple[Prediction, ...] = ()
     notes: tuple[str, ...] = field(default=())
-
-    def to_json(self, path: str | Path) -> None:
-        """Writes the record whole or not at all."""
-        write_json(path, {"kind": KIND, **encode(self)})
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "BenchRecord":
-        """Reads a record.
-
-        Raises:
-            RunFolderError: It is of another kind or version, or corrupt.
-        """
-        found = read_json(path)
-        machine = found.get("machine", {})
-        plain = decode(_Plain, {**found, "machine": {}}, whose=f"'{path}'", kind=KIND, schema_version=SCHEMA_VERSION)
-        return cls(plain.suite, machine, plain.arms, plain.checks, plain.predictions, plain.notes)
-
-
-@dataclass(frozen=True)
-class _Plain:
-    suite: str
-    arms: tuple[BenchmarkArm, ...]
-    checks: tuple[Check, ...] = ()
-    predictions: tuple[Prediction, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def record_table(record: BenchRecord) -> str:

@@ -1,18 +1,16 @@
 r"""What changed between two records of margins: two checkpoints on one text, or a clean and a corrupted text."""
 
-__all__ = ["LayerChanges", "MarginChanges", "TokenChange", "changes_from_json", "changes_to_json", "compare_records"]
+__all__ = ["LayerChanges", "MarginChanges", "TokenChange", "compare_records"]
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Annotated, Any
 
-from support_tokens.errors import ArgumentError, RunFolderError
-from support_tokens.report.records.tokens import LayerMargins, MarginRecord, TokenMargin
-from support_tokens.report.schema import decode, encode
-
-KIND = "margin_changes"
-SCHEMA_VERSION = 1
+from support_tokens.errors import ArgumentError
+from support_tokens.report.records.base import Record, renamed
+from support_tokens.report.records.tokens import RENAMED, LayerMargins, MarginRecord, TokenMargin
+from support_tokens.report.schema import AT_LEAST_ONE
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,17 @@ class TokenChange:
     rank_before: int | None
     rank_after: int | None
 
+    def __post_init__(self) -> None:
+        if self.before is None and self.after is None:
+            raise ArgumentError("A change must have a token before or after, but has neither; compare again.")
+
+    @property
+    def token(self) -> TokenMargin:
+        """The token after, or before where it was deleted."""
+        token = self.after if self.after is not None else self.before
+        assert token is not None, "a change has a token before or after"
+        return token
+
     @property
     def flipped(self) -> bool:
         """Whether the sign of the determinant is another."""
@@ -48,23 +57,28 @@ class LayerChanges:
     layer: int
     view: str
     text: int
-    tokens: tuple[TokenChange, ...]
+    tokens: Annotated[tuple[TokenChange, ...], AT_LEAST_ONE]
 
     @property
-    def became(self) -> tuple[TokenChange, ...]:
-        """What became a support token, smallest margin first."""
-        found = [change for change in self.tokens if change.rank_after and not change.rank_before]
-        return tuple(sorted(found, key=lambda change: change.rank_after or 0))
+    def gained(self) -> tuple[TokenChange, ...]:
+        """Tokens that became support tokens, smallest margin first."""
+        changed = [change for change in self.tokens if change.rank_after and not change.rank_before]
+        return tuple(sorted(changed, key=lambda change: change.rank_after or 0))
 
     @property
-    def ceased(self) -> tuple[TokenChange, ...]:
-        """What ceased to be one, the smallest margin of before first."""
-        found = [change for change in self.tokens if change.rank_before and not change.rank_after]
-        return tuple(sorted(found, key=lambda change: change.rank_before or 0))
+    def lost(self) -> tuple[TokenChange, ...]:
+        """Tokens that are support tokens no longer, smallest margin of before first."""
+        changed = [change for change in self.tokens if change.rank_before and not change.rank_after]
+        return tuple(sorted(changed, key=lambda change: change.rank_before or 0))
+
+
+def _upgrade(record: Mapping[str, Any], version: int) -> dict[str, Any]:
+    assert version == 1, f"there is no version {version}"
+    return {**record, "layers": renamed(record["layers"], RENAMED)}
 
 
 @dataclass(frozen=True)
-class MarginChanges:
+class MarginChanges(Record, kind="margin_changes", version=2, upgrade=_upgrade):
     """The changes of all texts, layers and views that two records share.
 
     Args:
@@ -76,8 +90,8 @@ class MarginChanges:
 
     before: str
     after: str
-    k: int
-    layers: tuple[LayerChanges, ...]
+    k: Annotated[int, AT_LEAST_ONE]
+    layers: Annotated[tuple[LayerChanges, ...], AT_LEAST_ONE]
     notes: tuple[str, ...] = ()
 
 
@@ -104,7 +118,7 @@ def compare_records(
         ...     (LayerMargins(0, "noise", tuple(TokenMargin(i, i, "abc"[i], 1, m) for i, m in enumerate(margins))),),
         ... )
         >>> (made,) = compare_records(make(0.0, -1.0, 1.0), make(0.0, 1.0, -2.0), k=1).layers
-        >>> [change.difference for change in made.tokens], made.became[0].after.token, made.ceased[0].before.token
+        >>> [change.difference for change in made.tokens], made.gained[0].after.token, made.lost[0].before.token
         ([0.0, 2.0, -3.0], 'c', 'b')
     """
     known = {(entry.text, entry.layer, entry.view): entry for entry in before.layers}
@@ -117,22 +131,6 @@ def compare_records(
     layers = tuple(_changes(old, new, k) for old, new in shared)
     left, right = names or _names(before, after)
     return MarginChanges(left, right, k, layers, _notes(before, after, len(shared)))
-
-
-def changes_to_json(changes: MarginChanges) -> dict[str, Any]:
-    """The changes as a plain JSON object, `schema_version` first."""
-    return {"schema_version": SCHEMA_VERSION, "kind": KIND, **encode(changes)}
-
-
-def changes_from_json(payload: Any, *, whose: str = "the comparison") -> MarginChanges:
-    """The changes that a JSON object holds.
-
-    Raises:
-        RunFolderError: Another kind or version, a missing field, a value of a wrong type.
-    """
-    if not isinstance(payload, Mapping):
-        raise RunFolderError(f"{whose}: an object of changes is required, received a {type(payload).__name__}.")
-    return decode(MarginChanges, payload, whose=whose, kind=KIND, schema_version=SCHEMA_VERSION)
 
 
 def _changes(old: LayerMargins, new: LayerMargins, k: int) -> LayerChanges:

@@ -26,3 +26,8 @@ class Estimate:
     def excludes(self, value: float) -> bool:
         """Whether there is an interval and `value` lies outside of it; without an interval nothing is excluded."""
         return self.low is not None and self.high is not None and not self.low <= value <= self.high
+
+    def __neg__(self) -> "Estimate":
+        if self.low is None or self.high is None:
+            return Estimate(-self.value)
+        return Estimate(-self.value, -self.high, -self.low)

@@ -4,13 +4,9 @@ __all__ = ["FINISH_REASONS", "GeneratedToken", "Generation", "GenerationRecord"]
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from support_tokens.files import read_json, write_json
-from support_tokens.report.schema import decode, encode
-
-KIND, SCHEMA_VERSION = "generation", 1
+from support_tokens.report.records.base import Record
 
 FINISH_REASONS = ("end", "length", "abstained", "nonfinite", "interrupted")
 """The end token came; `max_new_tokens` were written; a signal rose above its threshold; the logits were no numbers;
@@ -54,7 +50,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class GenerationRecord:
+class GenerationRecord(Record, kind="generation"):
     """All that one command generated.
 
     Args:
@@ -68,20 +64,3 @@ class GenerationRecord:
     generations: tuple[Generation, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self, path: str | Path) -> None:
-        """Writes the record whole or not at all.
-
-        Raises:
-            RunFolderError: The file cannot be written.
-        """
-        write_json(path, {"kind": KIND, **encode(self)})
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "GenerationRecord":
-        """Reads a record.
-
-        Raises:
-            RunFolderError: It is of another kind or version, or corrupt.
-        """
-        return decode(cls, read_json(path), whose=f"'{path}'", kind=KIND, schema_version=SCHEMA_VERSION)

@@ -1,42 +1,66 @@
-r"""Log margins of several arms as plain records: histograms over shared edges, and traces along a text."""
+r"""Log margins of several arms as plain records: histograms over shared edges, and one text as each arm reads it."""
 
-__all__ = ["ArmMargins", "Trace", "histograms", "sentence"]
+__all__ = ["ArmMargins", "MarginCounts", "MarginHistogram", "histograms", "sentence"]
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
 
 from support_tokens.errors import ArgumentError
-from support_tokens.report.records.robustness import MarginCounts, MarginHistogram, MarginTrace, SentenceMargins
+from support_tokens.report.records.tokens import LayerMargins, MarginRecord
+from support_tokens.report.schema import AT_LEAST_ONE, FRACTION, NON_NEGATIVE
+
+Count = Annotated[int, NON_NEGATIVE]
 
 
 @dataclass(frozen=True)
-class Trace:
-    r"""Margins along one text.
+class MarginCounts:
+    """Histogram of one arm's log margins.
 
     Args:
-        tokens: The text of each token, as it was read.
-        log_abs_det: $\log|\det J_t|$ of each token, in nats; minus infinity where $J_t$ is singular.
-        sign: Sign of $\det J_t$ of each token.
-        valid: Which tokens may be ranked; None: all. Under a strict mask the first two are not, since their margin is
-            zero by structure.
-
-    Raises:
-        ArgumentError: Lengths that differ.
+        arm: Its name.
+        n: Margins in all.
+        counts: Of each bin.
+        negative_counts: Those of them with a negative determinant.
+        below: Below the first edge.
+        above: Above the last edge.
+        singular: Of log margin minus infinity, which no bin holds.
+        mean: Mean log margin in nats, None where all are singular.
+        minimum: Smallest one, None likewise.
+        negative_fraction: Fraction with a negative determinant.
     """
 
-    tokens: Sequence[str]
-    log_abs_det: Sequence[float]
-    sign: Sequence[int]
-    valid: Sequence[bool] | None = None
+    arm: str
+    n: Annotated[int, AT_LEAST_ONE]
+    counts: tuple[Count, ...]
+    negative_counts: tuple[Count, ...]
+    below: Count
+    above: Count
+    singular: Count
+    mean: float | None
+    minimum: float | None
+    negative_fraction: Annotated[float, FRACTION]
+
+
+@dataclass(frozen=True)
+class MarginHistogram:
+    """Histograms of several arms over the same edges; `source`, `layer` and `view` say whose margins they are."""
+
+    source: str
+    layer: int
+    view: str
+    edges: tuple[float, ...]
+    arms: Annotated[tuple[MarginCounts, ...], AT_LEAST_ONE]
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.log_abs_det), len(self.sign), len(self.valid or self.tokens)}
-        if len(lengths) != 1:
+        bins = {len(of_arm) for counts in self.arms for of_arm in (counts.counts, counts.negative_counts)}
+        if bins != {len(self.edges) - 1} or any(left >= right for left, right in pairwise(self.edges)):
             raise ArgumentError(
-                f"A trace needs one log margin, sign and validity a token, but their numbers are {sorted(lengths)}."
+                f"A histogram of {len(self.edges)} edges must have increasing edges and one count fewer for each arm, "
+                f"but its numbers of counts are {sorted(bins)}."
             )
 
 
@@ -50,7 +74,7 @@ class ArmMargins:
         source: Whose attention: `model` or `prior`.
         layer: Which block's, from 0.
         view: `noise` (J of x - mu) or `block` (J of x + mu).
-        trace: Margins along a held-out sentence, or None.
+        text: Margins along a held-out text, or None.
 
     Raises:
         ArgumentError: Numbers of margins and signs that differ.
@@ -61,7 +85,7 @@ class ArmMargins:
     source: str = "model"
     layer: int = 0
     view: str = "noise"
-    trace: Trace | None = None
+    text: LayerMargins | None = None
 
     def __post_init__(self) -> None:
         if len(self.log_abs_det) != len(self.sign):
@@ -70,8 +94,8 @@ class ArmMargins:
             )
 
     @property
-    def of(self) -> tuple[str, int, str]:
-        """What may be compared: source, layer and view."""
+    def comparable(self) -> tuple[str, int, str]:
+        """Source, layer and view: what two arms must share to be compared."""
         return self.source, self.layer, self.view
 
 
@@ -86,40 +110,43 @@ def histograms(arms: Mapping[str, ArmMargins | None], *, bins: int = 40) -> tupl
         bins: Number of bins.
 
     Example:
-        >>> (made,) = histograms({"a": ArmMargins([0.0, 0.5, 1.0], [1, 1, -1])}, bins=2)
-        >>> made.edges, made.arms[0].counts, made.arms[0].negative_share
+        >>> (histogram,) = histograms({"a": ArmMargins([0.0, 0.5, 1.0], [1, 1, -1])}, bins=2)
+        >>> histogram.edges, histogram.arms[0].counts, histogram.arms[0].negative_fraction
         ((0.0, 0.5, 1.0), (1, 2), 0.3333333333333333)
     """
-    made = []
-    for of in dict.fromkeys(m.of for m in arms.values() if m is not None and len(m.log_abs_det)):
-        of_arms = {
-            name: (np.asarray(m.log_abs_det, dtype=np.float64), np.asarray(m.sign))
-            for name, m in arms.items()
-            if m is not None and m.of == of and len(m.log_abs_det)
-        }
-        pooled = np.concatenate([values[np.isfinite(values)] for values, _ in of_arms.values()])
-        edges = _edges(pooled, bins)
-        made.append(MarginHistogram(*of, tuple(edges.tolist()), tuple(_counts(n, *of_arms[n], edges) for n in of_arms)))
-    return tuple(made)
+    present = {name: margins for name, margins in arms.items() if margins is not None and len(margins.log_abs_det)}
+    groups = dict.fromkeys(margins.comparable for margins in present.values())
+    return tuple(
+        _histogram(group, {name: m for name, m in present.items() if m.comparable == group}, bins) for group in groups
+    )
 
 
-def sentence(arms: Mapping[str, ArmMargins | None], *, support: int = 5) -> SentenceMargins | None:
-    r"""The traces of the arms along a held-out text with their support tokens; None where there is none.
+def sentence(arms: Mapping[str, ArmMargins | None]) -> tuple[MarginRecord, ...]:
+    r"""A held-out text as each arm reads it, a record an arm.
 
     Args:
-        arms: Margins by arm; traces of another source, layer or view than the first are left out.
-        support: How many support tokens are marked: those of the smallest log margin, the earlier one where equal.
+        arms: Margins by arm; texts of another source, layer or view than the first are left out.
 
     Example:
-        >>> made = sentence({"a": ArmMargins([], [], trace=Trace("abc", [0.0, -1.0, -2.0], [1, 1, 1]))}, support=1)
-        >>> made.arms[0].support
-        (2,)
+        >>> text = LayerMargins.of_columns("abc", [0.0, -1.0, -2.0], [1, 1, 1])
+        >>> (record,) = sentence({"a": ArmMargins([], [], text=text), "b": None})
+        >>> record.model, [token.token for token in record.select().support_tokens(1)]
+        ('a', ['c'])
     """
-    found = {name: m for name, m in arms.items() if m is not None and m.trace is not None}
-    if not found:
-        return None
-    of = next(iter(found.values())).of
-    return SentenceMargins(*of, tuple(_trace(n, m.trace, support) for n, m in found.items() if m.of == of and m.trace))
+    present = {name: margins for name, margins in arms.items() if margins is not None and margins.text is not None}
+    first = next((margins.comparable for margins in present.values()), None)
+    return tuple(
+        MarginRecord(name, (margins.text,))
+        for name, margins in present.items()
+        if margins.comparable == first and margins.text is not None
+    )
+
+
+def _histogram(group: tuple[str, int, str], arms: Mapping[str, ArmMargins], bins: int) -> MarginHistogram:
+    columns = {name: (np.asarray(m.log_abs_det, dtype=np.float64), np.asarray(m.sign)) for name, m in arms.items()}
+    edges = _edges(np.concatenate([values[np.isfinite(values)] for values, _ in columns.values()]), bins)
+    counts = tuple(_counts(name, values, signs, edges) for name, (values, signs) in columns.items())
+    return MarginHistogram(*group, tuple(edges.tolist()), counts)
 
 
 def _edges(values: np.ndarray, bins: int) -> np.ndarray:
@@ -145,18 +172,5 @@ def _counts(arm: str, values: np.ndarray, signs: np.ndarray, edges: np.ndarray) 
         singular=int((~finite).sum()),
         mean=float(counted.mean()) if counted.size else None,
         minimum=float(counted.min()) if counted.size else None,
-        negative_share=float((signs < 0).mean()),
-    )
-
-
-def _trace(arm: str, trace: Trace, support: int) -> MarginTrace:
-    valid = tuple(bool(v) for v in trace.valid) if trace.valid is not None else (True,) * len(trace.tokens)
-    ranked = sorted((float(m), place) for place, m in enumerate(trace.log_abs_det) if valid[place])
-    return MarginTrace(
-        arm=arm,
-        tokens=tuple(trace.tokens),
-        log_abs_det=tuple(float(m) if math.isfinite(m) else None for m in trace.log_abs_det),
-        sign=tuple(int(s) for s in trace.sign),
-        valid=valid,
-        support=tuple(place for _, place in ranked[:support]),
+        negative_fraction=float((signs < 0).mean()),
     )

@@ -1,30 +1,23 @@
 r"""Margins of the tokens of texts as plain records: what an analysis writes, and all that its views read.
 
-The JSON of one text is `{"schema_version": 1, "model": ..., "layers": [{"layer": 0, "view": "noise", "tokens": ...}]}`
-with more keys beside these. Several texts share one list of layers: each entry says which text it is of (`text`, an
-index into `texts`).
+The JSON of one text is `{"schema_version": 2, "kind": "token_margins", "model": ..., "layers": [{"layer": 0, "view":
+"noise", "tokens": ...}]}` with more keys beside these. Several texts share one list of layers: each entry names its
+text by `text`, an index into `texts`.
 """
 
-__all__ = [
-    "AnalyzedText",
-    "LayerMargins",
-    "MarginRecord",
-    "TokenMargin",
-    "Window",
-    "record_from_json",
-    "record_to_json",
-]
+__all__ = ["AnalyzedText", "LayerMargins", "MarginRecord", "TokenMargin", "Window"]
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from support_tokens.errors import ArgumentError, RunFolderError
-from support_tokens.report.schema import decode, encode
+from support_tokens.errors import ArgumentError
+from support_tokens.report.records.base import Record, renamed
+from support_tokens.report.schema import AT_LEAST_ONE, NON_NEGATIVE
 
-_RENAMED = {"surprise_nats": "surprisal_nats"}
-KIND = "token_margins"
-SCHEMA_VERSION = 1
+RENAMED = {"shown": "sanitized", "surprise_nats": "surprisal_nats"}
+"""Names that tokens had in version 1."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +26,14 @@ class TokenMargin:
 
     Args:
         position: Place in the text, from 0.
-        id: Its id in the vocabulary.
+        id: Its id in the vocabulary; None in reports of earlier versions, which did not keep it.
         token: Its text; a byte that is only part of a character is written `<0xF0>`.
         sign: Sign of $\det J_t$; 0 where $J_t$ is singular.
-        log_abs_det: $\log|\det J_t|$, nats.
+        log_abs_det: $\log|\det J_t|$, nats; None where $J_t$ is singular.
         sigma_min: $\sigma_{\min}(J_t)$, the distance to the nearest singular matrix; None if not asked for.
         valid: Whether this is a real token.
         rankable: Whether its margin may be ranked; False where it is 0 by structure.
-        shown: How the token is shown where it is part of a character, None where `token` says it all.
+        sanitized: How the token is displayed where it is part of a character, None where `token` is enough.
         surprisal_nats: $-\log p(\text{token} \mid \text{what stands before it in its window})$; None without context.
         gradient_share: $\lVert J_t^{-T} \rVert_F / \sum_s \lVert J_s^{-T} \rVert_F$ over the ranked tokens of the text:
             the part of the barrier's gradient $\partial(-\sum_s \log|\det J_s|)/\partial J$ that is this token's.
@@ -49,29 +42,94 @@ class TokenMargin:
         per_head: $\log|\det(I \mp D_t^h)|$ of each head alone, nats. A diagnostic: their sum is not the log margin.
     """
 
-    position: int
-    id: int
+    position: Annotated[int, NON_NEGATIVE]
+    id: int | None
     token: str
     sign: int
-    log_abs_det: float
-    sigma_min: float | None = None
+    log_abs_det: float | None
+    sigma_min: Annotated[float, NON_NEGATIVE] | None = None
     valid: bool = True
     rankable: bool = True
-    shown: str | None = None
+    sanitized: str | None = None
     surprisal_nats: float | None = None
     gradient_share: float | None = None
     coupling_sign: int | None = None
     per_head: tuple[float, ...] | None = None
 
+    @property
+    def margin(self) -> float:
+        """The log margin as a number: minus infinity where $J_t$ is singular."""
+        return -math.inf if self.log_abs_det is None else self.log_abs_det
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the token can be a support token."""
+        return self.valid and self.rankable
+
 
 @dataclass(frozen=True)
 class LayerMargins:
-    """All tokens of one text under one layer and view."""
+    """Margins along one text under one layer and view; `text` is the index of the text in its record."""
 
     layer: int
     view: str
-    tokens: tuple[TokenMargin, ...]
-    text: int = 0
+    tokens: Annotated[tuple[TokenMargin, ...], AT_LEAST_ONE]
+    text: Annotated[int, NON_NEGATIVE] = 0
+
+    def __post_init__(self) -> None:
+        if [token.position for token in self.tokens] != list(range(len(self.tokens))):
+            raise ArgumentError(
+                f"Tokens of a text must have the positions 0 to {len(self.tokens) - 1} in this order, but those of "
+                f"layer {self.layer} do not; analyze the text again."
+            )
+
+    @classmethod
+    def of_columns(
+        cls,
+        tokens: Sequence[str],
+        log_abs_det: Sequence[float],
+        sign: Sequence[int],
+        rankable: Sequence[bool] | None = None,
+        *,
+        ids: Sequence[int] | None = None,
+        layer: int = 0,
+        view: str = "noise",
+    ) -> "LayerMargins":
+        r"""Margins along a text out of one list a figure.
+
+        Args:
+            tokens: The text of each token.
+            log_abs_det: $\log|\det J_t|$ of each token, in nats; minus infinity where $J_t$ is singular.
+            sign: Sign of $\det J_t$ of each token.
+            rankable: Which tokens may be ranked; None: all.
+            ids: Ids in the vocabulary; None: unknown.
+            layer: Block.
+            view: `noise` or `block`.
+
+        Raises:
+            ArgumentError: Lengths that differ.
+
+        Example:
+            >>> LayerMargins.of_columns("ab", [0.5, float("-inf")], [1, 0]).tokens[1].log_abs_det is None
+            True
+        """
+        n = len(tokens)
+        columns = (log_abs_det, sign, [True] * n if rankable is None else rankable, [None] * n if ids is None else ids)
+        if {len(column) for column in columns} != {n}:
+            raise ArgumentError(
+                f"Margins along a text must be one log margin, sign, rankable and id a token, received {n} tokens and "
+                f"{[len(column) for column in columns]}."
+            )
+        margins = (
+            TokenMargin(t, id_, tokens[t], int(s), float(m) if math.isfinite(m) else None, rankable=bool(r))
+            for t, (m, s, r, id_) in enumerate(zip(*columns, strict=True))
+        )
+        return cls(layer, view, tuple(margins))
+
+    @property
+    def ranked(self) -> list[TokenMargin]:
+        """The tokens that can be support tokens, in their order."""
+        return [token for token in self.tokens if token.ranked]
 
     def support_tokens(self, k: int) -> tuple[TokenMargin, ...]:
         """The k ranked tokens of smallest log margin, smallest first and the earlier one where equal.
@@ -83,8 +141,7 @@ class LayerMargins:
         """
         if k < 1:
             raise ArgumentError(f"k must be at least 1, received {k}; ask for one support token or more.")
-        ranked = [token for token in self.tokens if token.valid and token.rankable]
-        return tuple(sorted(ranked, key=lambda token: (token.log_abs_det, token.position))[:k])
+        return tuple(sorted(self.ranked, key=lambda token: (token.margin, token.position))[:k])
 
 
 @dataclass(frozen=True)
@@ -109,8 +166,13 @@ class AnalyzedText:
     windows: tuple[Window, ...] = ()
 
 
+def _upgrade(record: Mapping[str, Any], version: int) -> dict[str, Any]:
+    assert version == 1, f"there is no version {version}"
+    return {**record, "layers": renamed(record["layers"], RENAMED)}
+
+
 @dataclass(frozen=True)
-class MarginRecord:
+class MarginRecord(Record, kind="token_margins", version=2, upgrade=_upgrade):
     r"""The result of an analysis.
 
     Args:
@@ -126,7 +188,7 @@ class MarginRecord:
     """
 
     model: str
-    layers: tuple[LayerMargins, ...]
+    layers: Annotated[tuple[LayerMargins, ...], AT_LEAST_ONE]
     texts: tuple[AnalyzedText, ...] = ()
     window: int | None = None
     overlap: int | None = None
@@ -144,6 +206,13 @@ class MarginRecord:
                 f"Entries of layers must name one of the {len(self.texts)} texts, but one names {wrong[0]}; "
                 "the record is not whole."
             )
+        lengths: dict[int, int] = {}
+        for entry in self.layers:
+            if lengths.setdefault(entry.text, len(entry.tokens)) != len(entry.tokens):
+                raise ArgumentError(
+                    f"All layers of text {entry.text} must hold the same tokens, but layer {entry.layer} has "
+                    f"{len(entry.tokens)} and another has {lengths[entry.text]}; analyze it again."
+                )
 
     def select(self, layer: int | None = None, view: str | None = None, text: int = 0) -> LayerMargins:
         """The entry of a text, layer and view; the first of the record where layer or view is None.
@@ -163,55 +232,3 @@ class MarginRecord:
     def name_of(self, text: int) -> str:
         """The name of a text."""
         return self.texts[text].name if self.texts else "text"
-
-
-def record_to_json(record: MarginRecord) -> dict[str, Any]:
-    """The record as a plain JSON object, `schema_version` first.
-
-    Raises:
-        RunFolderError: A figure is not finite.
-
-    Example:
-        >>> made = record_to_json(MarginRecord("m", (LayerMargins(0, "noise", (TokenMargin(0, 5, "a", 1, 0.5),)),)))
-        >>> made["schema_version"], made["layers"][0]["tokens"][0]["log_abs_det"]
-        (1, 0.5)
-    """
-    return {"schema_version": SCHEMA_VERSION, "kind": KIND, **encode(record)}
-
-
-def record_from_json(payload: Any, *, whose: str = "the record") -> MarginRecord:
-    """The record that a JSON object holds; every key beyond the contract's may be missing.
-
-    Args:
-        payload: What `record_to_json` made, or its like.
-        whose: Named in errors, usually the path of the file.
-
-    Raises:
-        RunFolderError: Another kind or version, a missing field, a value of a wrong type.
-
-    Example:
-        >>> token = {
-        ...     "position": 0,
-        ...     "id": 5,
-        ...     "token": "a",
-        ...     "sign": 1,
-        ...     "log_abs_det": 0.5,
-        ...     "sigma_min": 1.0,
-        ...     "valid": True,
-        ... }
-        >>> layer = {"layer": 0, "view": "noise", "tokens": [token]}
-        >>> record_from_json({"schema_version": 1, "model": "m", "layers": [layer]}).layers[0].tokens[0].token
-        'a'
-    """
-    if not isinstance(payload, Mapping):
-        raise RunFolderError(f"{whose}: an object of margins is required, received a {type(payload).__name__}.")
-    payload = payload if "kind" in payload else {"kind": KIND, **payload}
-    payload = _with_current_names(payload)
-    return decode(MarginRecord, payload, whose=whose, kind=KIND, schema_version=SCHEMA_VERSION)
-
-
-def _with_current_names(value: Any) -> Any:
-    """A payload in which fields that earlier releases wrote have their present names."""
-    if isinstance(value, Mapping):
-        return {_RENAMED.get(name, name): _with_current_names(entry) for name, entry in value.items()}
-    return [_with_current_names(entry) for entry in value] if isinstance(value, list) else value

@@ -10,13 +10,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from support_tokens.report import format as words
+from support_tokens.report import format as fmt
 from support_tokens.report.records.estimate import Estimate
-from support_tokens.report.records.results import RobustnessReport
-from support_tokens.report.records.robustness import MarginCounts, MarginHistogram, PerturbationRecord, StructureFigures
+from support_tokens.report.records.histograms import MarginCounts, MarginHistogram
+from support_tokens.report.records.robustness import PerturbationRecord, RobustnessReport
+from support_tokens.report.records.structure import StructureFigures
 from support_tokens.report.robustness import plots
-from support_tokens.report.robustness.sentence import SentenceView, sentence_view
-from support_tokens.report.robustness.verdict import direction, families, verdict
+from support_tokens.report.robustness.sentence import SUPPORT, ArmText, sentence_texts
+from support_tokens.report.robustness.verdict import direction, verdict
+from support_tokens.report.scale import BANDS, band_css
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,22 @@ def render_html(report_json: RobustnessReport | Mapping[str, Any]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
-        visible=words.visible, number=words.number, signed=words.signed, ratio=words.ratio, interval=words.interval
+        visible=fmt.visible, number=fmt.number, signed=fmt.signed, ratio=fmt.ratio, interval=fmt.interval
     )
     template = environment.from_string(files.joinpath("page.html").read_text(encoding="utf-8"))
-    arms = [(place, arm, words.label(report, arm.name)) for place, arm in enumerate(report.arms)]
+    arms = [(place, arm, fmt.label(report, arm.name)) for place, arm in enumerate(report.arms)]
     return template.render(
         report=report,
         arms=arms,
         title=_title(report),
-        style=Markup(files.joinpath("page.css").read_text(encoding="utf-8")),
+        style=Markup(files.joinpath("page.css").read_text(encoding="utf-8") + band_css()),
+        bands=BANDS,
         colours=Markup(_colours()),
         swatches=[Markup(plots.swatch(place)) for place, _, _ in arms],
         verdict=verdict(report),
         groups=list(_groups(report)),
-        curves=[(words.family(f), Markup(plots.curve_svg(report, f))) for f in families(report)],
-        noise_only=all(f.startswith("embedding_noise/") for f in families(report)),
+        curves=[(fmt.family(f), Markup(plots.curve_svg(report, f))) for f in report.families],
+        noise_only=all(f.startswith("embedding_noise/") for f in report.families),
         calibration=_calibration(report),
         structure=_structure(report),
         structure_heads=STRUCTURE_HEADS,
@@ -87,7 +90,7 @@ def render_html(report_json: RobustnessReport | Mapping[str, Any]) -> str:
 
 def _title(report: RobustnessReport) -> str:
     title = report.config.get("title")
-    return words.visible(title) if isinstance(title, str) and title else "Robustness under noise"
+    return fmt.visible(title) if isinstance(title, str) and title else "Robustness under noise"
 
 
 def _colours() -> str:
@@ -117,15 +120,12 @@ def _groups(report: RobustnessReport) -> Iterator[_Group]:
                     direction(difference.degradation) if difference and not clean else "unclear",
                 )
             )
-        by_family.setdefault(perturbation.family, []).append(_TableRow(words.setting(perturbation), cells))
-    for family in families(report):
+        by_family.setdefault(perturbation.family, []).append(_TableRow(fmt.setting(perturbation), cells))
+    for family in report.families:
         cells = []
         for arm in report.arms:
-            area = next(a for a in report.areas if (a.arm, a.family) == (arm.name, family))
-            against = next(
-                (d for d in report.area_differences if (d.arm, d.against, d.of) == (arm.name, report.baseline, family)),
-                None,
-            )
+            area = report.area(arm.name, family)
+            against = None if arm.name == report.baseline else report.area_difference(arm.name, report.baseline, family)
             cells.append(
                 _Cell(
                     area.bits,
@@ -136,7 +136,7 @@ def _groups(report: RobustnessReport) -> Iterator[_Group]:
             )
         by_family[family].append(_TableRow("mean of the curve", cells, summary=True))
     for family, rows in by_family.items():
-        yield _Group("" if family == "clean" else words.family(family).capitalize(), rows)
+        yield _Group("" if family == "clean" else fmt.family(family).capitalize(), rows)
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def _calibration(report: RobustnessReport) -> list[_CalibrationRow]:
 
 def _head(perturbation: PerturbationRecord) -> str:
     """A row's head that needs no group above it."""
-    set_to, whose = words.setting(perturbation), perturbation.family
-    return f"{words.family(whose)}, {set_to}" if whose.startswith("embedding_noise/") else set_to
+    set_to, whose = fmt.setting(perturbation), perturbation.family
+    return f"{fmt.family(whose)}, {set_to}" if whose.startswith("embedding_noise/") else set_to
 
 
 STRUCTURE_HEADS = (
@@ -173,12 +173,12 @@ STRUCTURE_HEADS = (
 
 
 def structure_values(figures: StructureFigures) -> list[str]:
-    """Means over seeds, as shown; empty where a figure is not known."""
+    """Means over seeds, as displayed; empty where a figure is not known."""
     columns = (
         figures.embedding_rms, figures.effective_rank, figures.dispersion, figures.signal_to_noise,
-        figures.log_margin_mean, figures.log_margin_min, figures.negative_share, figures.attractive_share,
+        figures.log_margin_mean, figures.log_margin_min, figures.negative_fraction, figures.attractive_fraction,
     )  # fmt: skip
-    return [words.number(sum(column) / len(column)) if column else "" for column in columns]
+    return [fmt.number(sum(column) / len(column)) if column else "" for column in columns]
 
 
 def _structure(report: RobustnessReport) -> list[tuple[str, list[tuple[int, str, list[str]]]]]:
@@ -186,7 +186,7 @@ def _structure(report: RobustnessReport) -> list[tuple[str, list[tuple[int, str,
     places = {arm.name: place for place, arm in enumerate(report.arms)}
     groups: dict[str, list[tuple[int, str, list[str]]]] = {}
     for figures in report.structure:
-        row = (places[figures.arm], words.label(report, figures.arm), structure_values(figures))
+        row = (places[figures.arm], fmt.label(report, figures.arm), structure_values(figures))
         groups.setdefault(figures.setting, []).append(row)
     return list(groups.items())
 
@@ -202,28 +202,41 @@ def _histogram(report: RobustnessReport, histogram: MarginHistogram) -> _Histogr
     places = {arm.name: place for place, arm in enumerate(report.arms)}
     panels = []
     for counts in histogram.arms:
-        name = words.label(report, counts.arm)
-        mean = "none" if counts.mean is None else words.number(counts.mean)
-        said = f"Histogram of {counts.n} log margins of {name}: mean {mean}, {counts.negative_share:.1%} negative."
-        svg = Markup(plots.histogram_svg(histogram, counts, places[counts.arm], said))
+        name = fmt.label(report, counts.arm)
+        mean = "none" if counts.mean is None else fmt.number(counts.mean)
+        description = (
+            f"Histogram of {counts.n} log margins of {name}: mean {mean}, {counts.negative_fraction:.1%} negative."
+        )
+        svg = Markup(plots.histogram_svg(histogram, counts, places[counts.arm], description))
         panels.append((places[counts.arm], name, counts, svg))
     outside = sum(counts.below + counts.above for counts in histogram.arms)
     return _HistogramView(_whose(histogram.source, histogram.layer, histogram.view), panels, outside)
 
 
-def _sentence(report: RobustnessReport) -> tuple[str, SentenceView, Markup] | None:
-    if report.sentence is None:
+@dataclass(frozen=True)
+class _SentenceView:
+    whose: str
+    texts: list[ArmText]
+    limits: tuple[float, float]
+    svg: Markup
+
+
+def _sentence(report: RobustnessReport) -> _SentenceView | None:
+    if not report.sentence:
         return None
-    places = {arm.name: place for place, arm in enumerate(report.arms)}
-    view = sentence_view(report)
-    svg = plots.trace_svg(report.sentence, [places[trace.arm] for trace in report.sentence.arms], view.said)
-    return _whose(report.sentence.source, report.sentence.layer, report.sentence.view), view, Markup(svg)
+    texts, limits = sentence_texts(report)
+    weakest = [f"{text.name} “{text.support[0].token}” at {text.support[0].position}" for text in texts if text.support]
+    description = f"Log margin along the held-out text; smallest margins: {', '.join(weakest) or 'none'}."
+    first = report.sentence[0].layers[0]
+    lines = [(text.place, record.layers[0]) for text, record in zip(texts, report.sentence, strict=True)]
+    svg = Markup(plots.trace_svg(lines, SUPPORT, description))
+    return _SentenceView(_whose("model", first.layer, first.view), texts, limits, svg)
 
 
 def _whose(source: str, layer: int, view: str) -> str:
     maps = {"noise": "noise map x − μ(x)", "block": "block map x + μ(x)"}
     sources = {"model": f"attention of block {layer}", "prior": "the embedding law learned beside the model"}
-    return f"{sources.get(source, words.visible(source))}, {maps.get(view, words.visible(view))}"
+    return f"{sources.get(source, fmt.visible(source))}, {maps.get(view, fmt.visible(view))}"
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -18,10 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from support_tokens.report import format as words
-from support_tokens.report.records.results import RobustnessReport
-from support_tokens.report.records.robustness import MarginCounts, MarginHistogram, SentenceMargins
-from support_tokens.report.robustness.verdict import families
+from support_tokens.report import format as fmt
+from support_tokens.report.records.histograms import MarginCounts, MarginHistogram
+from support_tokens.report.records.robustness import RobustnessReport
+from support_tokens.report.records.tokens import LayerMargins
 
 # Okabe and Ito's palette for all kinds of colour vision; yellow is left out, which vanishes on white.
 ARM_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8518a", "#000000", "#b07400", "#2a8fd0", "#7a5230")
@@ -87,18 +87,18 @@ def curve_svg(report: RobustnessReport, family: str) -> str:
         figure = Figure(figsize=(4.4, 3.1), layout="constrained")
         _curve(figure.add_subplot(), report, family, _PAGE)
         ends = [
-            f"{words.label(report, arm.name)} {words.ratio(points[-1][1])}"
+            f"{fmt.label(report, arm.name)} {fmt.ratio(points[-1][1])}"
             for arm in report.arms
             if (points := _points(report, arm.name, family))
         ]
         strength = f"{max(p.strength for p in report.perturbations if p.family == family):g}"
-        said = (
-            f"Degradation ratio under {words.family(family)}; at the largest strength, {strength}: {', '.join(ends)}."
+        description = (
+            f"Degradation ratio under {fmt.family(family)}; at the largest strength, {strength}: {', '.join(ends)}."
         )
-        return _inline(figure, said, f"curve-{family}")
+        return _inline(figure, description, f"curve-{family}")
 
 
-def histogram_svg(histogram: MarginHistogram, counts: MarginCounts, place: int, said: str) -> str:
+def histogram_svg(histogram: MarginHistogram, counts: MarginCounts, place: int, description: str) -> str:
     """One arm's log margins over the shared edges and to the shared height; negative determinants hatched."""
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(3.5, 2.0), layout="constrained")
@@ -108,34 +108,40 @@ def histogram_svg(histogram: MarginHistogram, counts: MarginCounts, place: int, 
         axes.stairs([c / counts.n for c in counts.counts], edges, fill=True, color=colour, alpha=0.35, lw=0)
         axes.stairs([c / counts.n for c in counts.counts], edges, color=colour, lw=1.4)
         if any(counts.negative_counts):
-            shares = [c / counts.n for c in counts.negative_counts]
-            axes.stairs(shares, edges, fill=True, facecolor="none", edgecolor=_PAGE.ink, hatch="////", lw=0.6)
+            fractions = [c / counts.n for c in counts.negative_counts]
+            axes.stairs(fractions, edges, fill=True, facecolor="none", edgecolor=_PAGE.ink, hatch="////", lw=0.6)
         axes.axvline(0, color=_PAGE.ink, lw=0.9)
         if counts.mean is not None and edges[0] <= counts.mean <= edges[-1]:
             axes.axvline(counts.mean, color=_PAGE.ink, lw=1.1, ls=(0, (3, 2)))
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(0, 1.06 * max(max(other.counts) / other.n for other in histogram.arms) or 1)
         axes.set_xlabel("log margin, log |det J|  (nats)")
-        axes.set_ylabel("share of positions")
+        axes.set_ylabel("fraction of positions")
         axes.yaxis.set_major_locator(MaxNLocator(3))
-        return _inline(figure, said, f"histogram-{histogram.source}-{histogram.layer}-{histogram.view}-{place}")
+        return _inline(figure, description, f"histogram-{histogram.source}-{histogram.layer}-{histogram.view}-{place}")
 
 
-def trace_svg(sentence: SentenceMargins, places: Sequence[int], said: str) -> str:
-    """Log margins along the text, a line an arm; support tokens carry its marker, negative determinants a cross."""
+def trace_svg(texts: Sequence[tuple[int, LayerMargins]], support: int, description: str) -> str:
+    """Log margins along the text, a line an arm; support tokens carry its marker, negative determinants a cross.
+
+    Args:
+        texts: The place of each arm, and its margins.
+        support: How many support tokens are marked.
+        description: What the figure says to those who do not see it.
+    """
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(8.8, 2.9), layout="constrained")
         axes = figure.add_subplot()
         _dress(axes, _PAGE)
         axes.axhline(0, color=_PAGE.ink, lw=0.9)
-        for trace, place in zip(sentence.arms, places, strict=True):
+        for place, entry in texts:
             colour = _PAGE.of(place)
-            nan = float("nan")
-            heights = [nan if m is None or not v else m for m, v in zip(trace.log_abs_det, trace.valid, strict=True)]
+            heights = [t.log_abs_det if t.ranked and t.log_abs_det is not None else float("nan") for t in entry.tokens]
             axes.plot(range(len(heights)), heights, color=colour, lw=1.2, ls=_dash(place), alpha=0.85)
+            weakest = [token.position for token in entry.support_tokens(support)]
             axes.plot(
-                trace.support,
-                [heights[t] for t in trace.support],
+                weakest,
+                [heights[t] for t in weakest],
                 color=colour,
                 marker=_MARKERS[_marker(place)],
                 markersize=6.5,
@@ -144,19 +150,19 @@ def trace_svg(sentence: SentenceMargins, places: Sequence[int], said: str) -> st
                 ls="",
                 zorder=3,
             )
-            folded = [t for t, s in enumerate(trace.sign) if s < 0 and trace.valid[t]]
+            folded = [token.position for token in entry.ranked if token.sign < 0]
             axes.plot(folded, [heights[t] for t in folded], color=_PAGE.ink, marker="x", markersize=5, ls="", zorder=4)
-        axes.set_xlim(-0.5, max(len(trace.tokens) for trace in sentence.arms) - 0.5)
+        axes.set_xlim(-0.5, max(len(entry.tokens) for _, entry in texts) - 0.5)
         axes.set_xlabel("position in the text")
         axes.set_ylabel("log margin (nats)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return _inline(figure, said, "trace")
+        return _inline(figure, description, "trace")
 
 
 def degradation_png(report: RobustnessReport, *, dots_per_inch: int = 160) -> bytes:
     """The curves of all families with a legend, as a PNG on white for a README or a paper."""
-    curves = families(report) or ["clean"]
-    labels = [_drawable(words.label(report, arm.name)) for arm in report.arms]
+    curves = report.families or ["clean"]
+    labels = [_drawable(fmt.label(report, arm.name)) for arm in report.arms]
     width = 4.4 * len(curves)
     # A sample of the line takes 0.7 inches and a letter at most 0.08; rows past the second make the figure higher.
     columns = max(1, min(4, len(labels), int(width / (0.7 + 0.08 * max(map(len, labels))))))
@@ -168,7 +174,7 @@ def degradation_png(report: RobustnessReport, *, dots_per_inch: int = 160) -> by
         for place, family in enumerate(curves):
             drawn = figure.add_subplot(1, len(curves), place + 1)
             _curve(drawn, report, family, _PAPER)
-            drawn.set_title(words.family(family), color=_PAPER.ink, parse_math=False)
+            drawn.set_title(fmt.family(family), color=_PAPER.ink, parse_math=False)
         if drawn is not None:
             legend = figure.legend(
                 drawn.get_lines()[: len(report.arms)],
@@ -205,7 +211,7 @@ def _curve(axes: Axes, report: RobustnessReport, family: str, colours: _Colours)
         axes.plot(strengths, ratios, lw=1.8, markersize=5, **look)
         axes.fill_between(strengths, lows, highs, color=colours.of(place), alpha=0.18, lw=0)
     axis = next((p.axis for p in report.perturbations if p.family == family), "strength")
-    shown = words.visible(axis)
+    shown = fmt.visible(axis)
     axes.set_xlabel(re.sub(r"\bsigma\b", "σ", shown) if family.split("/")[0] in _AXES else "strength")
     axes.set_ylabel(f"{report.measure} / clean {report.measure}")
     axes.set_xlim(left=0)
@@ -242,8 +248,8 @@ def _drawable(text: str) -> str:
     return "".join(c if ord(c) in known else "?" for c in text)
 
 
-def _inline(figure: Figure, said: str, name: str) -> str:
-    """The figure as one `<svg>` element that scales with the page, speaks `said`, and shares no id with another."""
+def _inline(figure: Figure, description: str, name: str) -> str:
+    """The figure as one `<svg>` element that scales with the page, has `description`, and shares no id with another."""
     figure.patch.set_visible(False)
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
@@ -255,7 +261,7 @@ def _inline(figure: Figure, said: str, name: str) -> str:
     text = re.sub(r'(?<=\bid=")(?=[^"]+")', f"{prefix}-", text)
     text = re.sub(r'(?<=href="#)|(?<=url\(#)', f"{prefix}-", text)
     text = re.sub("|".join(_STAND_INS), lambda found: _STAND_INS[found[0]], text)
-    opening = f'<svg class="plot" role="img" aria-label="{html.escape(said, quote=True)}"'
+    opening = f'<svg class="plot" role="img" aria-label="{html.escape(description, quote=True)}"'
     text = re.sub(r'(<svg\b[^>]*?) (?:width|height)="[^"]*pt"', r"\1", text)
     text = re.sub(r'(<svg\b[^>]*?) (?:width|height)="[^"]*pt"', r"\1", text)
     return text.replace("<svg", opening, 1).strip()

@@ -10,9 +10,9 @@ from rich.console import Console, Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from support_tokens.report import format as words
+from support_tokens.report import format as fmt
 from support_tokens.report.records.estimate import Estimate
-from support_tokens.report.records.results import RobustnessReport
+from support_tokens.report.records.robustness import RobustnessReport
 from support_tokens.report.robustness.verdict import direction, verdict
 
 _TONES = {"better": "✓", "worse": "✗", "open": "?", "note": "•"}
@@ -53,7 +53,7 @@ def _table(report: RobustnessReport) -> Table:
     table = Table(caption=Text(_caption(report)), caption_justify="left")
     table.add_column("noise", no_wrap=True)
     for arm in report.arms:
-        table.add_column(Text(words.label(report, arm.name)))
+        table.add_column(Text(fmt.label(report, arm.name)))
     rows: dict[str, list[tuple[str, list[Text]]]] = {}
     for perturbation in report.perturbations:
         cells = []
@@ -63,17 +63,15 @@ def _table(report: RobustnessReport) -> Table:
             if perturbation.family != "clean":
                 lines.append(_ratio(result.degradation, against and against.degradation))
             cells.append(Text("\n").join(lines))
-        rows.setdefault(perturbation.family, []).append((words.setting(perturbation), cells))
-    for area in report.areas:
-        if area.arm == report.baseline:
-            of_arms = {a.arm: a for a in report.areas if a.family == area.family}
-            against = {d.arm: d for d in report.area_differences if (d.of, d.against) == (area.family, report.baseline)}
-            means = []
-            for arm in report.arms:
-                mean, other = of_arms[arm.name], against.get(arm.name)
-                lines = [_bits(mean.bits, other and other.bits), _ratio(mean.degradation, other and other.degradation)]
-                means.append(Text("\n").join(lines))
-            rows[area.family].append(("mean of curve", means))
+        rows.setdefault(perturbation.family, []).append((fmt.setting(perturbation), cells))
+    for family in report.families:
+        means = []
+        for arm in report.arms:
+            mean = report.area(arm.name, family)
+            other = None if arm.name == report.baseline else report.area_difference(arm.name, report.baseline, family)
+            lines = [_bits(mean.bits, other and other.bits), _ratio(mean.degradation, other and other.degradation)]
+            means.append(Text("\n").join(lines))
+        rows[family].append(("mean of curve", means))
     for of_family in rows.values():
         for head, cells in of_family:
             table.add_row(Text(head), *cells)
@@ -82,11 +80,11 @@ def _table(report: RobustnessReport) -> Table:
 
 
 def _bits(bits: Estimate, difference: Estimate | None) -> Text:
-    return _figure(words.number(bits.value), bits, difference)
+    return _figure(fmt.number(bits.value), bits, difference)
 
 
 def _ratio(ratio: Estimate, difference: Estimate | None) -> Text:
-    return _figure(words.ratio(ratio.value), ratio, difference)
+    return _figure(fmt.ratio(ratio.value), ratio, difference)
 
 
 def _figure(shown: str, estimate: Estimate, difference: Estimate | None) -> Text:

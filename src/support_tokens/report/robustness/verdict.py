@@ -25,10 +25,9 @@ __all__ = [
 from dataclasses import dataclass
 from typing import Literal
 
-from support_tokens.report import format as words
+from support_tokens.report import format as fmt
 from support_tokens.report.records.estimate import Estimate
-from support_tokens.report.records.results import RobustnessReport
-from support_tokens.report.records.robustness import Difference
+from support_tokens.report.records.robustness import RobustnessReport
 
 SEEDS_FOR_A_CLAIM = 5
 """Fewer seeds are reported as tentative."""
@@ -75,14 +74,9 @@ def verdict(report: RobustnessReport) -> Verdict:
     """All that the figures of a report allow to be said."""
     others = [arm.name for arm in report.arms if arm.name != report.baseline]
     findings = [clean_cost(report, arm) for arm in others]
-    findings += [under_noise(report, arm, family) for family in families(report) for arm in others]
+    findings += [under_noise(report, arm, family) for family in report.families for arm in others]
     findings += [embedding_scale(report, arm) for arm in others]
     return Verdict(headline(report), seed_caveat(report), tuple(findings))
-
-
-def families(report: RobustnessReport) -> list[str]:
-    """Families of perturbations that have a curve, in order."""
-    return list(dict.fromkeys(area.family for area in report.areas))
 
 
 def direction(difference: Estimate, smallest: float = 0.0) -> Literal["lower", "higher", "unclear"]:
@@ -118,11 +112,11 @@ def seed_caveat(report: RobustnessReport) -> str:
 def clean_cost(report: RobustnessReport, arm: str) -> Finding:
     """What the arm costs without noise, against the baseline."""
     clean = report.perturbations[0].name
-    difference = next(d.bits for d in report.differences if (d.arm, d.of) == (arm, clean))
+    difference = next(d.bits for d in report.differences if (d.arm, d.condition) == (arm, clean))
     base = report.result(report.baseline, clean).bits.value
     share = difference.value / base
-    figures = f"{words.percent(share)}; {_difference(report, difference)}"
-    name, where = words.label(report, arm), direction(difference, SMALLEST_COST * base)
+    figures = f"{fmt.percent(share)}; {_difference(report, difference)}"
+    name, where = fmt.label(report, arm), direction(difference, SMALLEST_COST * base)
     if where == "unclear":
         return Finding("Clean cost", arm, "open", f"{name}: no clear difference in clean {report.measure}.", figures)
     tone: Tone = "better" if where == "lower" else "worse"
@@ -131,10 +125,10 @@ def clean_cost(report: RobustnessReport, arm: str) -> Finding:
 
 def under_noise(report: RobustnessReport, arm: str, family: str) -> Finding:
     """Whether the arm degrades less than the baseline over a curve, and not only because its clean figure is worse."""
-    difference, heights = _against(report, arm, report.baseline, family), _heights(report, family)
-    name, noise = words.label(report, arm), words.family(family)
+    difference, heights = report.area_difference(arm, report.baseline, family), _heights(report, family)
+    name, noise = fmt.label(report, arm), fmt.family(family)
     figures = (
-        f"mean ratio {words.ratio(heights[arm], 3)} against {words.ratio(heights[report.baseline], 3)}; "
+        f"mean ratio {fmt.ratio(heights[arm], 3)} against {fmt.ratio(heights[report.baseline], 3)}; "
         f"{_difference(report, difference.degradation)}"
     )
     where, bits = direction(difference.degradation, SMALLEST_RATIO), direction(difference.bits)
@@ -155,9 +149,9 @@ def under_noise(report: RobustnessReport, arm: str, family: str) -> Finding:
 
 def embedding_scale(report: RobustnessReport, arm: str) -> Finding:
     """Whether embeddings merely grew, so that noise of fixed size became smaller beside them."""
-    grown, name = report.arm(arm).rms_ratio, words.label(report, arm)
-    figures = f"root mean square {words.number(grown, 2)} times the baseline's"
-    tones = {f: under_noise(report, arm, f).tone for f in (ABSOLUTE, MATCHED) if f in families(report)}
+    grown, name = report.arm(arm).rms_ratio, fmt.label(report, arm)
+    figures = f"root mean square {fmt.number(grown, 2)} times the baseline's"
+    tones = {f: under_noise(report, arm, f).tone for f in (ABSOLUTE, MATCHED) if f in report.families}
     tone: Tone = "note"
     if abs(grown - 1) <= SCALE_TOLERANCE:
         text = f"{name}: embeddings keep their size."
@@ -189,23 +183,23 @@ def leaders(report: RobustnessReport, family: str) -> list[str]:
 
 
 def _level(report: RobustnessReport, arm: str, other: str, family: str) -> bool:
-    return direction(_against(report, arm, other, family).degradation, SMALLEST_RATIO) == "unclear"
+    return direction(report.area_difference(arm, other, family).degradation, SMALLEST_RATIO) == "unclear"
 
 
 def headline(report: RobustnessReport) -> str:
     """The verdict in one or two sentences."""
-    curves = families(report)
+    curves = report.families
     if len(report.arms) == 1:
         return "One arm: nothing is compared."
     if not curves:
         return "Clean figures only: nothing is said about robustness."
-    found = [(leaders(report, family), words.family(family)) for family in curves]
+    found = [(leaders(report, family), fmt.family(family)) for family in curves]
     clear: dict[str, list[str]] = {}
     for ahead, noise in found:
         if len(ahead) == 1:
             clear.setdefault(ahead[0], []).append(noise)
-    parts = [f"{words.label(report, arm)} degrades least under {_listed(noises)}" for arm, noises in clear.items()]
-    level = {noise: [words.label(report, arm) for arm in ahead] for ahead, noise in found if len(ahead) > 1}
+    parts = [f"{fmt.label(report, arm)} degrades least under {_listed(noises)}" for arm, noises in clear.items()]
+    level = {noise: [fmt.label(report, arm) for arm in ahead] for ahead, noise in found if len(ahead) > 1}
     if len(level) > 2:  # who is level with whom would fill a page; it stands in the findings
         parts.append(f"no arm is clearly ahead under {_listed(list(level))}")
     else:
@@ -224,7 +218,7 @@ def _cost(report: RobustnessReport, arms: list[str]) -> str:
     clean = report.perturbations[0].name
     base = report.result(report.baseline, clean).bits.value
     costs = [
-        f"{words.percent(d.bits.value / base)} for {words.label(report, arm)}"
+        f"{fmt.percent(d.bits.value / base)} for {fmt.label(report, arm)}"
         for arm in arms
         if (d := report.difference(arm, clean)) is not None and direction(d.bits, SMALLEST_COST * base) != "unclear"
     ]
@@ -235,27 +229,12 @@ def _heights(report: RobustnessReport, family: str) -> dict[str, float]:
     return {area.arm: area.degradation.value for area in report.areas if area.family == family}
 
 
-def _against(report: RobustnessReport, arm: str, other: str, family: str) -> Difference:
-    """`arm` minus `other` over a curve, whichever way round the report holds it."""
-    held = {(d.arm, d.against): d for d in report.area_differences if d.of == family}
-    if (arm, other) in held:
-        return held[arm, other]
-    turned = held[other, arm]
-    return Difference(arm, other, family, _negated(turned.bits), _negated(turned.degradation))
-
-
-def _negated(estimate: Estimate) -> Estimate:
-    if estimate.low is None or estimate.high is None:
-        return Estimate(-estimate.value)
-    return Estimate(-estimate.value, -estimate.high, -estimate.low)
-
-
 def _difference(report: RobustnessReport, estimate: Estimate, digits: int = 3) -> str:
     if estimate.low is None:
-        return f"difference {words.signed(estimate.value, digits)}, no interval"
+        return f"difference {fmt.signed(estimate.value, digits)}, no interval"
     return (
-        f"difference {words.signed(estimate.value, digits)}, {100 * report.bootstrap.confidence:g}\u00a0% interval "
-        f"{words.interval(estimate, digits, sign=True)}"
+        f"difference {fmt.signed(estimate.value, digits)}, {100 * report.bootstrap.confidence:g}\u00a0% interval "
+        f"{fmt.interval(estimate, digits, sign=True)}"
     )
 
 

@@ -3,6 +3,7 @@ r"""One layer of a record as a figure for print: margin along the text, layers b
 __all__ = ["margins_png", "margins_svg"]
 
 import io
+import math
 from typing import Any
 
 import matplotlib
@@ -93,16 +94,22 @@ def _along(axes: Axes, entry: LayerMargins, k: int) -> None:
     _plain(axes, "Log margin along the text (nats); marked: support tokens, hollow where det J < 0")
     places = [token.position for token in entry.tokens]
     axes.axhline(0, color=_GRID, linewidth=1, linestyle=(0, (4, 3)))
-    axes.plot(places, [token.log_abs_det for token in entry.tokens], color=_LINE, linewidth=1.2)
+    axes.plot(places, [_drawn_margin(token) for token in entry.tokens], color=_LINE, linewidth=1.2)
     axes.margins(x=0.02, y=0.2)
     for place, token in enumerate(entry.support_tokens(k)):
         face = "white" if token.sign < 0 else _WEAK
-        axes.plot(token.position, token.log_abs_det, "o", markersize=5.5, markerfacecolor=face, markeredgecolor=_WEAK)
+        height = _drawn_margin(token)
+        axes.plot(token.position, height, "o", markersize=5.5, markerfacecolor=face, markeredgecolor=_WEAK)
         if place < 6:
             axes.annotate(
-                _short(token), (token.position, token.log_abs_det), xytext=(0, -11), textcoords="offset points",
+                _short(token), (token.position, height), xytext=(0, -11), textcoords="offset points",
                 ha="center", va="top", fontsize=8, color=_INK,
             )  # fmt: skip
+
+
+def _drawn_margin(token: TokenMargin) -> float:
+    """A height that can be drawn: none where the Jacobian is singular."""
+    return math.nan if token.log_abs_det is None else token.log_abs_det
 
 
 def _short(token: TokenMargin) -> str:
@@ -121,8 +128,8 @@ def _writable(character: str) -> bool:
 
 def _map(figure: Figure, axes: Axes, same: list[LayerMargins], layer: int) -> None:
     _plain(axes, "Layers by positions: darker is a smaller log margin")
-    high, low = limits_of(t.log_abs_det for other in same for t in other.tokens if t.valid and t.rankable)
-    values = [[t.log_abs_det if t.valid and t.rankable else float("nan") for t in other.tokens] for other in same]
+    high, low = limits_of(t.margin for other in same for t in other.ranked)
+    values = [[_drawn_margin(t) if t.ranked else math.nan for t in other.tokens] for other in same]
     image = axes.imshow(
         values, aspect="auto", cmap=_MAP, vmin=low, vmax=high if high > low else low + 1, interpolation="nearest"
     )
@@ -137,9 +144,9 @@ def _map(figure: Figure, axes: Axes, same: list[LayerMargins], layer: int) -> No
 
 
 def _spread(axes: Axes, entry: LayerMargins) -> None:
-    ranked = [token for token in entry.tokens if token.valid and token.rankable]
-    positive = [token.log_abs_det for token in ranked if token.sign >= 0]
-    negative = [token.log_abs_det for token in ranked if token.sign < 0]
+    ranked = [token for token in entry.ranked if token.log_abs_det is not None]
+    positive = [token.margin for token in ranked if token.sign >= 0]
+    negative = [token.margin for token in ranked if token.sign < 0]
     values = positive + negative
     mean = number(sum(values) / len(values)) if values else "none"
     said = f"{len(values)} tokens, mean {mean}"

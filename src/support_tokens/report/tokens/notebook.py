@@ -6,10 +6,10 @@ from markupsafe import Markup, escape
 
 from support_tokens.report.format import number, visible
 from support_tokens.report.records.tokens import LayerMargins, MarginRecord
-from support_tokens.report.scale import band, limits_of
-from support_tokens.report.tokens.sanitized import breaks_after, in_table, in_text
+from support_tokens.report.scale import ALPHAS, limits_of
+from support_tokens.report.tokens.marked import marked_tokens
+from support_tokens.report.tokens.sanitized import in_table
 
-_ALPHAS = (0.03, 0.12, 0.22, 0.33, 0.45, 0.58, 0.72)
 _PANELS, _TOKENS = 24, 2000
 
 
@@ -34,27 +34,20 @@ def margins_fragment(record: MarginRecord, *, k: int = 5) -> str:
 
 
 def _panel(record: MarginRecord, entry: LayerMargins, k: int, opened: bool) -> Markup:
-    limits = limits_of(t.log_abs_det for t in entry.tokens if t.valid and t.rankable)
-    support = entry.support_tokens(k)
-    ranks = {token.position: rank for rank, token in enumerate(support, start=1)}
+    limits = limits_of(token.margin for token in entry.ranked)
     spans = []
-    for token in entry.tokens[:_TOKENS]:
-        ranked = token.valid and token.rankable
+    for token in marked_tokens(entry, limits, k)[:_TOKENS]:
         style = "unicode-bidi:isolate;padding:.15em 0;"
-        if ranked:
-            style += f"background:rgba(213,94,0,{_ALPHAS[band(token.log_abs_det, limits)]});"
-        if token.position in ranks:
+        if token.band is not None:
+            style += f"background:rgba(213,94,0,{ALPHAS[token.band]});"
+        if token.rank:
             style += "outline:2px solid currentColor;outline-offset:-1px;font-weight:700;"
-        if token.sign < 0:
+        if token.negative:
             style += "text-decoration:underline dotted 2px;"
-        said = f"{in_table(token)}, position {token.position}: log margin {number(token.log_abs_det)}"
-        said += "" if token.sigma_min is None else f", σ_min {number(token.sigma_min, 4)}"
-        said += ", negative determinant" if token.sign < 0 else ""
-        said += "" if ranked else ", not ranked"
-        rank = Markup("<sup>{}</sup>").format(ranks[token.position]) if token.position in ranks else ""
+        rank = Markup("<sup>{}</sup>").format(token.rank) if token.rank else ""
         spans.append(
-            Markup('<span style="{}" title="{}">{}{}</span>').format(style, said, in_text(token), rank)
-            + Markup("\n") * breaks_after(token)
+            Markup('<span style="{}" title="{}">{}{}</span>').format(style, token.description, token.text, rank)
+            + Markup("\n") * token.breaks
         )
     text = Markup(
         '<div dir="auto" style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;line-height:2">'
@@ -66,8 +59,8 @@ def _panel(record: MarginRecord, entry: LayerMargins, k: int, opened: bool) -> M
     rows = Markup("").join(
         Markup(
             "<tr><td>{}</td><td style='text-align:left'><bdi>{}</bdi></td><td>{}</td><td>{}</td><td>{}</td></tr>"
-        ).format(rank, in_table(t), t.position, number(t.log_abs_det), "−" if t.sign < 0 else "+" if t.sign else "0")
-        for rank, t in enumerate(support, start=1)
+        ).format(rank, in_table(t), t.position, number(t.margin), "−" if t.sign < 0 else "+" if t.sign else "0")
+        for rank, t in enumerate(entry.support_tokens(k), start=1)
     )
     table = Markup(
         "<table><thead><tr><th></th><th style='text-align:left'>support token</th><th>position</th><th>log margin</th>"

@@ -5,7 +5,6 @@
   const margins = data.kind === "margins";
   const at = (id) => document.getElementById(id);
   const SVG = "http://www.w3.org/2000/svg";
-  const BANDS = 7;
   const state = { text: 0, layer: null, view: null, quantity: data.quantities[0].name, k: data.k, active: null };
   let redraws = [];
 
@@ -29,15 +28,11 @@
     if (Number(shown) === 0) return shown.replace("-", "");
     return (signed && value > 0 ? "+" : "") + shown.replaceAll("-", "−");
   };
+  const margin = (p, i, digits = 3) => (p.margin[i] === null && p.ranked[i] ? "−∞" : number(p.margin[i], digits));
   const figure = (quantity, value, signed = false) =>
     value === null || value === undefined ? "–"
       : quantity.percent ? `${number(100 * value, quantity.digits)} %` : number(value, quantity.digits, signed);
   const alone = (row) => row.s.replaceAll(" ", "␣");
-  const quantile = (sorted, share) => {
-    const place = share * (sorted.length - 1), left = Math.floor(place);
-    return sorted[left] + (place - left) * (sorted[Math.min(left + 1, sorted.length - 1)] - sorted[left]);
-  };
-  const numbers = (values, panel) => values.filter((v, i) => v !== null && (margins ? panel.ranked[i] : true));
 
   // ---- what is chosen
   const panels = () => data.panels.filter((p) => p.text === state.text);
@@ -47,35 +42,19 @@
   const has = (p, name) => p[name].some((v) => v !== null);
   const ranking = (p) => {
     if (!margins) return p.rank.map((rank, i) => [rank, i]).filter(([rank]) => rank).sort((a, b) => a[0] - b[0]).map(([, i]) => i);
-    return p.margin.map((m, i) => [m, i]).filter(([, i]) => p.ranked[i]).sort((a, b) => a[0] - b[0] || a[1] - b[1])
-      .slice(0, state.k).map(([, i]) => i);
+    return p.order.slice(0, state.k);
   };
 
-  // ---- colours: band 0 is the strongest, the last the weakest
-  const scale = (values, weak) => {
-    const sorted = [...values].sort((a, b) => a - b);
-    if (!sorted.length) return { weak, low: 0, high: 0 };
-    if (weak === "diverging") {
-      const end = quantile(sorted.map(Math.abs).sort((a, b) => a - b), 0.98) || 1;
-      return { weak, low: -end, high: end };
-    }
-    return { weak, low: quantile(sorted, 0.02), high: quantile(sorted, 0.98) };
-  };
-  const band = (value, s) => {
-    if (s.high <= s.low) return s.weak === "diverging" ? 3 : 0;
-    const share = s.weak === "high" ? (value - s.low) / (s.high - s.low) : (s.high - value) / (s.high - s.low);
-    return Math.min(BANDS - 1, Math.max(0, Math.floor(BANDS * share)));
-  };
-  const bandClass = (value, s) => (s.weak === "diverging" ? "d" : "m") + band(value, s);
+  // ---- colours: bands come with the data, one digit a token; "-" is not coloured
+  const letter = (q) => (q.weak === "diverging" ? "d" : "m");
 
   // ---- the text
-  const drawLegend = (s, q) => {
-    const box = at("legend"), names = s.weak === "diverging" ? "d" : "m";
+  const drawLegend = (q) => {
+    const box = at("legend"), [left, right] = panel().limits[q.name];
     const bands = make("span", { class: "bands", "aria-hidden": "true" });
-    for (let i = 0; i < BANDS; i++) bands.append(make("i", { class: names + i }));
-    const [left, right] = s.weak === "high" ? [s.low, s.high] : [s.high, s.low];
-    const ends = make("span", {}, figure(q, left, s.weak === "diverging"), bands, figure(q, right, s.weak === "diverging"));
-    ends.setAttribute("title", `${q.label}: stronger is ${s.weak === "high" ? "larger" : s.weak === "low" ? "smaller" : "further from zero"}`);
+    for (let i = 0; i < data.alphas.length; i++) bands.append(make("i", { class: letter(q) + i }));
+    const ends = make("span", {}, figure(q, left, q.weak === "diverging"), bands, figure(q, right, q.weak === "diverging"));
+    ends.setAttribute("title", `${q.label}: stronger is ${q.weak === "high" ? "larger" : q.weak === "low" ? "smaller" : "further from zero"}`);
     const sample = (classes, letters, words) => make("span", {}, make("span", { class: `t ${classes}` }, letters), words);
     box.replaceChildren(ends);
     const supports = sample("support", "a", margins ? "support token" : "support token after");
@@ -90,19 +69,19 @@
   };
 
   const say = (p, i) => {
-    const parts = [`${alone(rows()[i])}, position ${rows()[i].p}, log margin ${number(p.margin[i])}`];
+    const parts = [`${alone(rows()[i])}, position ${rows()[i].p}, log margin ${margin(p, i)}`];
     if (!margins) parts.push(`change ${number(p.difference[i], 3, true)}`);
     if (p.sign[i] < 0) parts.push("negative determinant");
     return parts.join(", ");
   };
 
   const drawText = () => {
-    const p = panel(), q = quantity(), s = scale(numbers(p[q.name], p), q.weak);
+    const p = panel(), q = quantity();
     const order = ranking(p), list = at("tokens"), nodes = document.createDocumentFragment();
     rows().forEach((row, i) => {
       const classes = ["t"];
-      const value = p[q.name][i];
-      if (value !== null && (p.ranked[i] || row.c === "deleted")) classes.push(bandClass(value, s));
+      const digit = p.bands[q.name][i];
+      if (digit !== "-") classes.push(letter(q) + digit);
       if (margins && !p.ranked[i]) classes.push("unranked");
       if (p.sign[i] < 0) classes.push("negative");
       if (row.c) classes.push(row.c);
@@ -118,7 +97,7 @@
     });
     list.replaceChildren(nodes);
     list.classList.toggle("long", rows().length > 1500);
-    drawLegend(s, q);
+    drawLegend(q);
     const first = state.active ?? order[0] ?? 0;
     at(`t${first}`)?.setAttribute("tabindex", "0");
   };
@@ -150,13 +129,13 @@
     const sign = (value) => (value === null ? "–" : value < 0 ? "− negative" : value > 0 ? "+ positive" : "0 singular");
     const rank = ranking(p).indexOf(i);
     if (margins) {
-      add("log margin", number(p.margin[i], 4));
+      add("log margin", margin(p, i, 4));
       add("σ min", number(p.sigma[i], 4));
       add("sign", sign(p.sign[i]));
       add("support rank", rank >= 0 ? String(rank + 1) : p.ranked[i] ? "–" : "not ranked");
       add("gradient share", p.share[i] === null ? "–" : `${number(100 * p.share[i], 2)} %`);
       add("coupling", p.coupling[i] === null ? "–" : p.coupling[i] > 0 ? "attractive" : p.coupling[i] < 0 ? "repulsive" : "none");
-      add("surprise", p.surprise[i] === null ? "–" : `${number(p.surprise[i], 2)} nats`);
+      add("surprisal", p.surprise[i] === null ? "–" : `${number(p.surprise[i], 2)} nats`);
     } else {
       add("change", number(p.difference[i], 4, true));
       add(`before`, number(p.before[i], 4));
@@ -168,7 +147,7 @@
       add("rank before", p.rankBefore[i] ? String(p.rankBefore[i]) : "–");
       add("rank after", p.rank[i] ? String(p.rank[i]) : "–");
     }
-    const where = `position ${row.p}, id ${row.i}` + (row.was ? `, was ${row.was.replaceAll(" ", "␣")}` : row.c ? `, ${row.c}` : "");
+    const where = `position ${row.p}` + (row.i === null ? "" : `, id ${row.i}`) + (row.was ? `, was ${row.was.replaceAll(" ", "␣")}` : row.c ? `, ${row.c}` : "");
     const head = make("bdi", { class: "head" }, alone(row));
     const close = make("button", { type: "button", class: "close", "aria-label": "Close the figures of this token" }, "×");
     close.addEventListener("click", () => { state.active = null; show(); });
@@ -215,8 +194,8 @@
   const drawRanking = () => {
     const p = panel();
     if (margins) {
-      const heads = [["", "n"], ["token in its context"], ["position", "n optional"], ["log margin", "n"], ["σ min", "n"], ["sign", "n optional"], ["gradient share", "n optional"], ["surprise", "n optional"]];
-      const lines = ranking(p).map((i, rank) => [[String(rank + 1), "n"], [tokenButton(i), "context"], [String(rows()[i].p), "n optional"], [number(p.margin[i]), "n"],
+      const heads = [["", "n"], ["token in its context"], ["position", "n optional"], ["log margin", "n"], ["σ min", "n"], ["sign", "n optional"], ["gradient share", "n optional"], ["surprisal", "n optional"]];
+      const lines = ranking(p).map((i, rank) => [[String(rank + 1), "n"], [tokenButton(i), "context"], [String(rows()[i].p), "n optional"], [margin(p, i), "n"],
         [number(p.sigma[i], 4), "n"], [p.sign[i] < 0 ? "−" : p.sign[i] > 0 ? "+" : "0", "n optional"], [p.share[i] === null ? "–" : `${number(100 * p.share[i], 1)} %`, "n optional"], [number(p.surprise[i], 2), "n optional"]]);
       at("ranking").replaceChildren(tableOf("", heads, lines));
       return;
@@ -224,12 +203,12 @@
     const lines = (chosen) => chosen.map((i) => [[tokenButton(i), "context"], [number(p.before[i]), "n"], [number(p.margin[i]), "n"], [number(p.difference[i], 3, true), "n"]]);
     const heads = [["token in its context"], ["before", "n"], ["after", "n"], ["change", "n"]];
     const places = p.rank.map((_, i) => i);
-    const became = places.filter((i) => p.rank[i] && !p.rankBefore[i]).sort((a, b) => p.rank[a] - p.rank[b]);
-    const ceased = places.filter((i) => p.rankBefore[i] && !p.rank[i]).sort((a, b) => p.rankBefore[a] - p.rankBefore[b]);
+    const gained = places.filter((i) => p.rank[i] && !p.rankBefore[i]).sort((a, b) => p.rank[a] - p.rank[b]);
+    const lost = places.filter((i) => p.rankBefore[i] && !p.rank[i]).sort((a, b) => p.rankBefore[a] - p.rankBefore[b]);
     const moved = places.filter((i) => p.difference[i]).sort((a, b) => Math.abs(p.difference[b]) - Math.abs(p.difference[a])).slice(0, 5);
     const flipped = places.filter((i) => p.signBefore[i] !== null && p.margin[i] !== null && p.signBefore[i] !== p.sign[i]).slice(0, 8);
     const box = make("div", { class: "columns" });
-    for (const [name, chosen] of [["Became a support token", became], ["Ceased to be one", ceased], ["Changed most", moved], ["Changed the sign of the determinant", flipped]])
+    for (const [name, chosen] of [["Now a support token", gained], ["No longer a support token", lost], ["Changed most", moved], ["Changed the sign of the determinant", flipped]])
       box.append(chosen.length ? tableOf(name, heads, lines(chosen)) : make("p", { class: "hint" }, `${name}: none.`));
     at("ranking").replaceChildren(box);
   };
@@ -277,6 +256,7 @@
     p.sign.forEach((sign, i) => { if (sign < 0 && p.margin[i] !== null && !order.includes(i)) f.svg.append(draw("circle", { cx: x(i), cy: y(p.margin[i]), r: 3, class: "ring" })); });
     const taken = [];
     order.forEach((i, rank) => {
+      if (p.margin[i] === null) return;
       f.svg.append(draw("circle", { cx: x(i), cy: y(p.margin[i]), r: 4.5, class: p.sign[i] < 0 ? "ring" : "dot" }));
       if (rank >= 8) return;
       const shown = alone(rows()[i]), label = [...shown].length > 12 ? `${[...shown].slice(0, 11).join("")}…` : shown;
@@ -302,7 +282,7 @@
     mark(); redraws.push(mark);
     const weakest = order[0];
     f.svg.setAttribute("role", "img");
-    f.svg.setAttribute("aria-label", weakest === undefined ? "No token is ranked." : `Log margin of ${count} tokens; the smallest is ${number(p.margin[weakest])} at position ${rows()[weakest].p}.`);
+    f.svg.setAttribute("aria-label", weakest === undefined ? "No token is ranked." : `Log margin of ${count} tokens; the smallest is ${margin(p, weakest)} at position ${rows()[weakest].p}.`);
     at("along-says").textContent = margins
       ? "Marked: support tokens. Rings: negative determinant, where the map has folded. Point at the line to read a token."
       : `Dashed: ${data.names[0]}. Full line: ${data.names[1]}. Marked: support tokens after. Point at a line to read a token.`;
@@ -344,17 +324,15 @@
   };
 
   const drawMap = () => {
-    const box = at("map"), name = margins ? "margin" : "difference", count = rows().length;
+    const box = at("map"), count = rows().length;
     const mine = panels().filter((p) => p.view === state.view).sort((a, b) => a.layer - b.layer);
     at("map-box").hidden = mine.length < 2;
     if (mine.length < 2) return;
-    const s = scale(mine.flatMap((p) => numbers(p[name], p)), margins ? "low" : "diverging");
     const left = 46, width = Math.max(260, box.clientWidth), cell = Math.min(26, Math.max(9, 190 / mine.length)), height = cell * mine.length + 24;
     const ratio = window.devicePixelRatio || 1, canvas = make("canvas", { width: Math.round(width * ratio), height: Math.round(height * ratio), role: "img" });
     canvas.width = Math.round(width * ratio);
     const style = getComputedStyle(document.documentElement), colour = (variable) => style.getPropertyValue(variable).trim();
-    const alphas = { m: [0.03, 0.12, 0.22, 0.33, 0.45, 0.58, 0.72], d: [0.62, 0.4, 0.2, 0, 0.2, 0.42, 0.68] };
-    const fill = (b) => margins ? `rgba(${colour("--weak")}, ${alphas.m[b]})` : `rgba(${colour(b < 3 ? "--strong" : "--weak")}, ${alphas.d[b]})`;
+    const fill = (b) => `rgba(${colour(margins || b > 3 ? "--weak" : "--strong")}, ${data.alphas[b]})`;
     const step = (width - left) / count;
     const paint = () => {
       const pen = canvas.getContext("2d");
@@ -363,9 +341,9 @@
       pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle";
       const every = Math.ceil(14 / cell);
       mine.forEach((p, r) => {
-        p[name].forEach((value, i) => {
-          if (value === null || (margins && !p.ranked[i])) return;
-          pen.fillStyle = fill(band(value, s));
+        [...p.map].forEach((digit, i) => {
+          if (digit === "-") return;
+          pen.fillStyle = fill(Number(digit));
           pen.fillRect(left + i * step, r * cell, Math.max(step - (step > 4 ? 1 : 0), 0.5), cell - 1);
           if (p.sign[i] < 0 && step >= 5) { pen.fillStyle = colour("--ink"); pen.fillRect(left + (i + 0.5) * step - 1.5, (r + 0.5) * cell - 2, 3, 3); }
         });
@@ -388,8 +366,8 @@
     canvas.addEventListener("click", (event) => { const found = where(event); if (found) { state.layer = found[1]; state.active = found[0]; at("layer").value = String(found[1]); show(); } });
     canvas.setAttribute("aria-label", `Log margins of ${mine.length} layers at ${count} positions; layer ${state.layer} is shown.`);
     at("map-says").textContent = margins
-      ? `Stronger is a smaller log margin, ${number(s.high, 2)} to ${number(s.low, 2)} over all layers; a point marks a negative determinant. Click to go to a layer.`
-      : `Orange: the margin shrank; blue: it grew, up to ${number(s.high, 2)} nats. Click to go to a layer.`;
+      ? `Stronger is a smaller log margin, ${number(panel().mapLimits[0], 2)} to ${number(panel().mapLimits[1], 2)} over all layers; a point marks a negative determinant. Click to go to a layer.`
+      : `Orange: the margin shrank; blue: it grew. Each layer has its own scale, here up to ${number(panel().mapLimits[0], 2)} nats. Click to go to a layer.`;
     box.replaceChildren(canvas);
     paint(); redraws.push(paint);
   };

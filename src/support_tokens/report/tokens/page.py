@@ -15,6 +15,7 @@ from markupsafe import Markup
 from support_tokens.report.format import number, visible
 from support_tokens.report.records.changes import MarginChanges
 from support_tokens.report.records.tokens import MarginRecord
+from support_tokens.report.scale import band_css
 from support_tokens.report.tokens.page_data import changes_data, margins_data
 from support_tokens.report.tokens.sanitized import in_table
 
@@ -46,7 +47,7 @@ def margins_html(record: MarginRecord, *, k: int = 5, title: str | None = None) 
     fallback = [
         {
             "head": f"{visible(record.name_of(entry.text))}, layer {entry.layer}, {_VIEWS.get(entry.view, entry.view)}",
-            "rows": [(t.position, in_table(t), number(t.log_abs_det), t.sign) for t in entry.support_tokens(k)],
+            "rows": [(t.position, in_table(t), number(t.margin), t.sign) for t in entry.support_tokens(k)],
         }
         for entry in record.layers[:_FALLBACK_PANELS]
     ]
@@ -69,8 +70,8 @@ def changes_html(changes: MarginChanges, *, title: str | None = None) -> str:
         data=changes_data(changes),
         title=visible(title) if title else f"{before} → {after}",
         eyebrow="Support tokens compared",
-        lede=f"What changed from {before} to {after}: differences of the log margin, and which tokens became or ceased "
-        f"to be one of the {changes.k} support tokens.",
+        lede=f"What changed from {before} to {after}: differences of the log margin, and which of the {changes.k} "
+        "support tokens were gained and lost.",
         notes=changes.notes,
         about=[("before", before), ("after", after)],
         versions=[],
@@ -98,6 +99,7 @@ def _render(
 ) -> str:
     files = resources.files("support_tokens.report.tokens")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style += band_css()
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

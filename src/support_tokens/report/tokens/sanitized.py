@@ -1,4 +1,4 @@
-r"""Tokens as a reader sees them: nothing hidden, nothing that acts."""
+r"""Text of tokens for display: nothing hidden, nothing that a terminal or a browser would act on."""
 
 __all__ = ["breaks_after", "in_table", "in_text"]
 
@@ -9,25 +9,25 @@ _JOINERS = ("\u200c", "\u200d")
 
 
 def in_text(token: TokenMargin) -> str:
-    r"""A token as it stands in a text: spaces as spaces, what is hidden as a glyph, joiners that join left to do so.
+    r"""A token within its text: spaces as spaces, hidden characters as glyphs, joiners between letters as they are.
 
     Example:
         >>> in_text(TokenMargin(0, 0, " a\n", 1, 0.0)), in_text(TokenMargin(0, 0, "\u202eb", 1, 0.0))
         (' a↵', '[U+202E]b')
-        >>> in_text(TokenMargin(0, 0, "<0xF0><0x9F>", 1, 0.0, shown="🙂⟨1/2⟩"))
+        >>> in_text(TokenMargin(0, 0, "<0xF0><0x9F>", 1, 0.0, sanitized="🙂⟨1/2⟩"))
         '🙂⟨1/2⟩'
     """
-    said = token.token if token.shown is None else token.shown
+    text = token.token if token.sanitized is None else token.sanitized
     parts, begin = [], 0
-    for place in range(1, len(said) - 1):
-        if said[place] in _JOINERS and not said[place - 1].isspace() and not said[place + 1].isspace():
-            parts += [visible(said[begin:place]) if begin < place else "", said[place]]
+    for place in range(1, len(text) - 1):
+        if text[place] in _JOINERS and not text[place - 1].isspace() and not text[place + 1].isspace():
+            parts += [visible(text[begin:place]) if begin < place else "", text[place]]
             begin = place + 1
-    return "".join([*parts, visible(said[begin:])])
+    return "".join([*parts, visible(text[begin:])])
 
 
 def in_table(token: TokenMargin) -> str:
-    """A token where it stands alone: spaces seen too.
+    """A token by itself: spaces are visible too.
 
     Example:
         >>> in_table(TokenMargin(0, 0, " a", 1, 0.0))

@@ -12,7 +12,8 @@ from support_tokens.report.format import number, signed, visible
 from support_tokens.report.records.changes import LayerChanges, MarginChanges, TokenChange
 from support_tokens.report.records.tokens import LayerMargins, MarginRecord, TokenMargin
 from support_tokens.report.scale import BANDS, band, limits_of
-from support_tokens.report.tokens.sanitized import breaks_after, in_table, in_text
+from support_tokens.report.tokens.marked import marked_tokens
+from support_tokens.report.tokens.sanitized import in_table
 
 # Steps of one hue from light to dark, with the ink that can be read on each.
 _STYLES = ("on #fdf3ea", "on #fbe0c8", "on #f7c49c", "on #f0a56d", "on #e08442", "on #c25f12", "on #8f3d00")
@@ -22,9 +23,9 @@ _MOST = 1200
 
 
 def margins_renderable(record: MarginRecord, *, k: int = 5) -> RenderableType:
-    """What rich prints of a record: each text by its margins, its support tokens, and all layers at a glance.
+    """A record for rich: each text coloured by margin, its support tokens, and all layers at a glance.
 
-    Without colours the support tokens are still in brackets, and their table says the rest.
+    Support tokens are in brackets, so that they can be told without colours.
     """
     parts: list[RenderableType] = []
     for entry in record.layers:
@@ -36,7 +37,7 @@ def margins_renderable(record: MarginRecord, *, k: int = 5) -> RenderableType:
 
 
 def changes_renderable(changes: MarginChanges) -> RenderableType:
-    """What rich prints of a comparison: per layer, what became and what ceased to be a support token."""
+    """A comparison for rich: per layer, which support tokens were gained and lost."""
     parts: list[RenderableType] = []
     for entry in changes.layers:
         differences = [change.difference for change in entry.tokens if change.difference is not None]
@@ -53,32 +54,25 @@ def _notes(notes: Sequence[str]) -> list[Text]:
     return [Text(visible(note), style="dim") for note in notes]
 
 
-def _ranked(entry: LayerMargins) -> list[TokenMargin]:
-    return [token for token in entry.tokens if token.valid and token.rankable]
-
-
 def _legend(entry: LayerMargins) -> Text:
-    high, low = limits_of(token.log_abs_det for token in _ranked(entry))
+    high, low = limits_of(token.margin for token in entry.ranked)
     steps = [("  ", style) for style in _STYLES]
     return Text.assemble("  log margin ", number(high), " ", *steps, " ", number(low), "   [token]¹ support token")
 
 
 def _text(entry: LayerMargins, k: int) -> Text:
-    limits = limits_of(token.log_abs_det for token in _ranked(entry))
-    ranks = {token.position: rank for rank, token in enumerate(entry.support_tokens(k), start=1)}
-    made = Text()
-    for token in entry.tokens[:_MOST]:
-        step = band(token.log_abs_det, limits)
-        style = f"{_INKS[step]} {_STYLES[step]}" if token.valid and token.rankable else "dim"
-        style += " underline" if token.sign < 0 else ""
-        if token.position in ranks:
-            made.append(f"[{in_table(token)}]{_raised(ranks[token.position])}", style=f"bold {style}")
+    text = Text()
+    for token in marked_tokens(entry, limits_of(token.margin for token in entry.ranked), k)[:_MOST]:
+        style = "dim" if token.band is None else f"{_INKS[token.band]} {_STYLES[token.band]}"
+        style += " underline" if token.negative else ""
+        if token.rank:
+            text.append(f"[{token.text.replace(' ', '␣')}]{_raised(token.rank)}", style=f"bold {style}")
         else:
-            made.append(in_text(token), style=style)
-        made.append("\n" * breaks_after(token))
+            text.append(token.text, style=style)
+        text.append("\n" * token.breaks)
     if len(entry.tokens) > _MOST:
-        made.append(f" … {len(entry.tokens) - _MOST} more tokens: see the JSON or the page.", style="dim")
-    return made
+        text.append(f" … {len(entry.tokens) - _MOST} more tokens: see the JSON or the page.", style="dim")
+    return text
 
 
 def _raised(rank: int) -> str:
@@ -87,14 +81,14 @@ def _raised(rank: int) -> str:
 
 def _table(entry: LayerMargins, k: int) -> Table:
     table = _plain_table()
-    for head in ("", "token", "at", "log margin", "σ_min", "sign", "gradient", "surprise"):
+    for head in ("", "token", "at", "log margin", "σ_min", "sign", "gradient", "surprisal"):
         table.add_column(head, justify="left" if head == "token" else "right", no_wrap=head != "token")
     for rank, token in enumerate(entry.support_tokens(k), start=1):
         table.add_row(
             str(rank),
             Text(in_table(token)),
             str(token.position),
-            number(token.log_abs_det),
+            number(token.margin),
             _or_dash(token.sigma_min, 4),
             "−" if token.sign < 0 else "+" if token.sign else "0",
             "–" if token.gradient_share is None else f"{100 * token.gradient_share:.1f} %",
@@ -117,8 +111,8 @@ def _layers(record: MarginRecord) -> Table:
         left = head in ("text", "view", "along the text")
         table.add_column(head, justify="left" if left else "right", no_wrap=head != "text")
     for entry in record.layers:
-        ranked = _ranked(entry)
-        values = [token.log_abs_det for token in ranked]
+        ranked = entry.ranked
+        values = [token.margin for token in ranked]
         if not values:
             continue
         negative = sum(token.sign < 0 for token in ranked)
@@ -146,7 +140,7 @@ def _change_table(entry: LayerChanges) -> Table:
     table = _plain_table()
     for head in ("", "token", "before", "after", "change"):
         table.add_column(head, justify="left" if head in ("", "token") else "right")
-    for word, chosen in (("became", entry.became), ("ceased", entry.ceased)):
+    for word, chosen in (("gained", entry.gained), ("lost", entry.lost)):
         for change in chosen:
             table.add_row(word, _name(change), _margin(change.before), _margin(change.after), _difference(change))
     if not table.row_count:
@@ -155,14 +149,12 @@ def _change_table(entry: LayerChanges) -> Table:
 
 
 def _name(change: TokenChange) -> Text:
-    there = change.after if change.after is not None else change.before
-    assert there is not None, "a change has a token before or after"
     was = f" (was {in_table(change.before)})" if change.kind == "replaced" and change.before is not None else ""
-    return Text(f"{in_table(there)} at {there.position}{was}")
+    return Text(f"{in_table(change.token)} at {change.token.position}{was}")
 
 
 def _margin(token: TokenMargin | None) -> str:
-    return "–" if token is None else number(token.log_abs_det)
+    return "–" if token is None else number(token.margin)
 
 
 def _difference(change: TokenChange) -> str:

@@ -63,7 +63,7 @@ def contests(report: RobustnessReport) -> tuple[Contest, ...]:
     configs = report.config.get("arms", {})
     if report.split is None or not all(arm.name in configs for arm in report.arms):
         return ()
-    bits = {(choice.arm, choice.of): choice.bits for choice in report.split.choice}
+    bits = {(choice.arm, choice.condition): choice.bits for choice in report.split.choice}
     clean = report.perturbations[0].name
     largest = (1 + LARGEST_COST) * bits[report.baseline, clean]
     within = [arm.name for arm in report.arms if bits[arm.name, clean] <= largest or arm.name == report.baseline]
@@ -82,10 +82,8 @@ def contests(report: RobustnessReport) -> tuple[Contest, ...]:
 
 def _bits(differences: Sequence[Difference], arm: str, other: str, family: str) -> Estimate:
     for d in differences:
-        if (d.arm, d.against, d.of) == (arm, other, family):
+        if (d.arm, d.reference, d.condition) == (arm, other, family):
             return d.bits
-        if (d.arm, d.against, d.of) == (other, arm, family):
-            if d.bits.low is None or d.bits.high is None:
-                return Estimate(-d.bits.value)
-            return Estimate(-d.bits.value, -d.bits.high, -d.bits.low)
+        if (d.arm, d.reference, d.condition) == (other, arm, family):
+            return -d.bits
     raise KeyError((arm, other, family))

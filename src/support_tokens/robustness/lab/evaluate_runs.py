@@ -1,4 +1,4 @@
-r"""Evaluation of finished runs of SmallGPT on held-out text, clean and under perturbations, in bits per character."""
+r"""Evaluation of finished runs of SmallGPT: held-out text, frozen perturbations, margins and structure."""
 
 __all__ = ["evaluate_runs"]
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from support_tokens.errors import ArgumentError
 from support_tokens.models import build_small_gpt, encode, load_small_gpt, model_margins, unknown_rate
 from support_tokens.regularizers import arm_config
-from support_tokens.report.records import ArmMargins, RobustnessReport, StructureFigures, Trace
+from support_tokens.report.records import ArmMargins, LayerMargins, RobustnessReport, StructureFigures
 from support_tokens.robustness.comparison import ArmDetails, compare
 from support_tokens.robustness.evaluate import LazyModels, measure_arms
 from support_tokens.robustness.lab.runs import TrainedRun, by_label, corpus_of, open_run
-from support_tokens.robustness.lab.windows import held_out_windows, progress_bar, say_expected
+from support_tokens.robustness.lab.windows import held_out_windows, progress_bar
 from support_tokens.robustness.measure import EvaluationData
 from support_tokens.robustness.perturbations.set import chosen_perturbations
 from support_tokens.robustness.perturbations.text import DomainShift
@@ -43,28 +43,29 @@ def evaluate_runs(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> RobustnessReport:
-    r"""Evaluates finished runs on held-out text, clean and under perturbations.
+    r"""Evaluates finished runs on held-out text, clean and under perturbations; runs that differ in seed only are one
+    arm.
 
-    Runs that differ only in their seed are one arm, and the arm of the first folder is the baseline. Noise of each
-    sigma is added to the embeddings twice: as it is, and times the root mean square of the model's clean embeddings.
+    The first folder's arm is the baseline. Noise of each sigma is added to the embeddings once as it is and once times
+    the root mean square of the model's clean embeddings.
 
     Args:
         folders: Run folders, trained on one corpus with one context.
-        data: Corpus whose test part is read; None: that of training.
+        data: Corpus whose test part is read; None: the corpus the runs were trained on.
         sequences: Windows of the test part, spread evenly.
         sigmas: Standard deviations of the noise.
-        seed: Seed of all random draws.
+        seed: Seed of whatever is drawn.
         families: Families of perturbations, of `support_tokens.robustness.perturbations.set.FAMILIES`.
         others: Other corpora whose test part is read too.
         structure: Measure the structure of embeddings and attention: before training, after it, and with embeddings
-            scaled to the size of the baseline's.
+            brought to the size of the baseline's.
         timings: Keep the seconds of training; without them, equal runs have equal reports.
-        split: Also keep the figures for selecting arms on one half of the windows and judging them on the other.
-        cache: Folder that keeps each measurement, so that a stopped evaluation can continue.
-        progress: Say the expected time and draw a bar on stderr.
+        split: Also keep what choosing arms on one half of the windows and judging them on the other needs.
+        cache: Folder that keeps what was measured, for an evaluation that may be stopped.
+        progress: Draw a bar on stderr.
 
     Raises:
-        ArgumentError: There are no folders, or runs cannot be compared.
+        ArgumentError: No folders, or runs that cannot be compared.
         DataError: The corpus cannot be read or has changed since training.
         RunFolderError: A folder holds no finished run.
     """
@@ -88,14 +89,7 @@ def evaluate_runs(
     chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
     models = {label: LazyModels(_load, of_arm) for label, of_arm in arms.items()}
     with progress_bar(enabled=progress) as bar:
-        measured = measure_arms(
-            models,
-            held_out,
-            chosen,
-            cache=None if cache is None else Path(cache),
-            progress=bar,
-            expect=say_expected if progress else None,
-        )
+        measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=bar)
     sentence = encode(tokenizer, _sentence(corpus.test, context)).unsqueeze(0)
     details = {
         label: ArmDetails(
@@ -134,7 +128,7 @@ def evaluate_runs(
 
 
 def _unknown_elsewhere(tokenizer, texts: Sequence[DomainShift]) -> dict[str, float]:
-    """Fraction of characters of the other texts that are not in the model's vocabulary, by corpus."""
+    """Share of characters of the other texts that the model has never seen, by corpus."""
     return {text.corpus: unknown_rate(tokenizer, text.input_ids) for text in texts if text.input_ids is not None}
 
 
@@ -166,7 +160,7 @@ def _structure(
 
 
 def _initial(run: TrainedRun, tokenizer) -> nn.Module:
-    """The model before the first step of the run."""
+    """The model that the run began with."""
     plan = plan_from_config(run.config["plan"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
@@ -179,7 +173,7 @@ def _initial(run: TrainedRun, tokenizer) -> nn.Module:
 
 
 def _sentence(text: str, context: int) -> str:
-    """A part of the text that begins at a sentence and is at most the context or `_SENTENCE` characters long."""
+    """A stretch of the text that begins at a sentence and is no longer than the context or a line or two of print."""
     begin = re.search(r"[.!?]\s+(?=[A-Z])", text)
     start = begin.end() if begin else 0
     return text[start : start + min(context, _SENTENCE)]
@@ -189,14 +183,15 @@ def _margins(model: nn.Module, tokenizer, windows: Tensor, sentence: Tensor) -> 
     on_text = model_margins(model, windows)[0]
     on_sentence = model_margins(model, sentence)[0]
     rankable = on_text.rankable
-    trace = Trace(
-        tokens=[tokenizer.decode([token]) for token in sentence[0].tolist()],
-        log_abs_det=on_sentence.log_abs_det[0].tolist(),
-        sign=[int(s) for s in on_sentence.sign[0].tolist()],
-        valid=on_sentence.rankable[0].tolist(),
+    text = LayerMargins.of_columns(
+        [tokenizer.decode([token]) for token in sentence[0].tolist()],
+        on_sentence.log_abs_det[0].tolist(),
+        on_sentence.sign[0].tolist(),
+        on_sentence.rankable[0].tolist(),
+        ids=sentence[0].tolist(),
     )
     return ArmMargins(
         log_abs_det=on_text.log_abs_det[rankable].tolist(),
         sign=[int(s) for s in on_text.sign[rankable].tolist()],
-        trace=trace,
+        text=text,
     )

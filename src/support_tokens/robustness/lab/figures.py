@@ -24,9 +24,9 @@ def noise_png(report: RobustnessReport) -> bytes:
             report,
             perturbations=kept,
             results=tuple(r for r in report.results if r.perturbation in names),
-            differences=tuple(d for d in report.differences if d.of in names),
+            differences=tuple(d for d in report.differences if d.condition in names),
             areas=tuple(a for a in report.areas if a.family in families),
-            area_differences=tuple(d for d in report.area_differences if d.of in families),
+            area_differences=tuple(d for d in report.area_differences if d.condition in families),
             split=None,
         )
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from support_tokens.report import family, interval, label, number, signed, visible
 from support_tokens.report.records import Estimate, RobustnessReport
-from support_tokens.report.robustness import STRUCTURE_HEADS, families, headline, seed_caveat, structure_values
+from support_tokens.report.robustness import STRUCTURE_HEADS, headline, seed_caveat, structure_values
 from support_tokens.robustness.lab.contest import LARGEST_COST, Contest
 from support_tokens.robustness.lab.paper import PaperRow
 from support_tokens.robustness.lab.preset import Preset
@@ -76,7 +76,7 @@ def _contest(contest: Contest) -> tuple[str, ...]:
 
 def _arms(report: RobustnessReport) -> tuple[tuple[str, ...], Iterator[tuple[str, ...]]]:
     """Clean bits, calibration, RMS, and mean bits over each curve."""
-    curves = families(report)
+    curves = report.families
     clean = report.perturbations[0].name
     heights = {(a.arm, a.family): a.bits for a in report.areas}
 

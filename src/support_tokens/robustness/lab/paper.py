@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from support_tokens.regularizers import arm_label, parse_arm
-from support_tokens.report.records import Difference, Estimate, RobustnessReport
+from support_tokens.report.records import Estimate, RobustnessReport
 from support_tokens.robustness.lab.preset import Preset
 
 PAPER = {
@@ -132,16 +132,8 @@ def _path_rows(report: RobustnessReport, preset: Preset) -> list[PaperRow]:
 
 
 def _between(report: RobustnessReport, arm: str, other: str) -> Estimate:
-    """Mean bits of `arm` minus those of `other` over absolute noise, whichever way round the report holds it."""
-    held: dict[tuple[str, str], Difference] = {
-        (d.arm, d.against): d for d in report.area_differences if d.of == ABSOLUTE
-    }
-    if (arm, other) in held:
-        return held[arm, other].bits
-    turned = held[other, arm].bits
-    if turned.low is None or turned.high is None:
-        return Estimate(-turned.value)
-    return Estimate(-turned.value, -turned.high, -turned.low)
+    """Mean bits of `arm` minus those of `other` over absolute noise."""
+    return report.area_difference(arm, other, ABSOLUTE).bits
 
 
 def _labels(arms: Sequence[str]) -> list[str]:

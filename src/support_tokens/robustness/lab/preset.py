@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from support_tokens.errors import ArgumentError, RunFolderError
-from support_tokens.files import read_json
 from support_tokens.regularizers import arm_label, parse_arm
-from support_tokens.report import decode, encode
+from support_tokens.report.records import Record
 from support_tokens.robustness.perturbations.set import FAMILIES
 from support_tokens.training import plan_from_config
 
@@ -20,7 +19,7 @@ PRESETS = ("quick", "paper")
 
 
 @dataclass(frozen=True)
-class Preset:
+class Preset(Record, kind="support-tokens/preset"):
     """An experiment.
 
     Args:
@@ -43,9 +42,6 @@ class Preset:
         >>> load_preset("quick").arms[0]
         'ce'
     """
-
-    kind: ClassVar[str] = "support-tokens/preset"
-    schema_version: ClassVar[int] = 1
 
     title: str
     corpus: str
@@ -80,10 +76,6 @@ class Preset:
             if arm not in self.arms:
                 raise ArgumentError(f"The arm {arm!r} of the paper's comparison is none of the arms; add it to them.")
 
-    def record(self) -> dict[str, Any]:
-        """The preset as plain JSON values."""
-        return {"schema_version": self.schema_version, "kind": self.kind, **encode(self)}
-
 
 def load_preset(name: str | Path) -> Preset:
     """A preset by its name, or from a JSON file.
@@ -103,4 +95,4 @@ def load_preset(name: str | Path) -> Preset:
         raise ArgumentError(
             f"there is no preset '{name}'; presets are {', '.join(PRESETS)}, or the path of a JSON file."
         )
-    return decode(Preset, read_json(path), whose=str(path), kind=Preset.kind, schema_version=Preset.schema_version)
+    return Preset.from_json(path)
