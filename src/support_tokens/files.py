@@ -1,7 +1,9 @@
 """Files that are never half written, and JSON of a known version."""
 
 __all__ = [
+    "LOCK",
     "SCHEMA_VERSION",
+    "FolderLock",
     "read_json",
     "read_object",
     "replace_folder",
@@ -12,15 +14,19 @@ __all__ = [
     "write_text",
 ]
 
+import fcntl
 import json
 import os
 import platform
 import secrets
 import shutil
+import time
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 from support_tokens.errors import RunFolderError
 
@@ -163,6 +169,87 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
         raise unwritable(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+LOCK = ".lock"
+"""File in a folder that a process holds locked while it works there; it goes with the lock."""
+
+
+class FolderLock:
+    """A folder that one process works in: held until it is released, garbage collected, or the process ends.
+
+    The operating system releases it when a process is killed. In one process, all holders share one lock.
+
+    Args:
+        folder: The folder, which is made if it is missing.
+        wait: Wait for another process instead of raising.
+
+    Raises:
+        RunFolderError: Another process holds it, or the folder cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with FolderLock.of(tempfile.mkdtemp()) as lock:
+        ...     lock.path.name
+        '.lock'
+    """
+
+    _held: ClassVar["weakref.WeakValueDictionary[Path, FolderLock]"] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, folder: str | Path, *, wait: bool = False) -> "FolderLock":
+        """The lock of a folder, taken now or already held by this process."""
+        folder = Path(folder).resolve()
+        held = cls._held.get(folder)
+        if held is None or held.released:
+            held = cls._held[folder] = cls(folder, wait=wait)
+        return held
+
+    def __init__(self, folder: Path, *, wait: bool = False) -> None:
+        self.path = folder / LOCK
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise unwritable(folder, error) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The last holder deletes the file, so that what was locked may no longer be the one in the folder.
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    break
+                os.close(descriptor)
+            except FileNotFoundError:
+                os.close(descriptor)
+            except BlockingIOError:
+                other = os.read(descriptor, 32).decode() or "unknown"
+                os.close(descriptor)
+                if not wait:
+                    raise RunFolderError(
+                        f"another process (number {other}) is at work in '{folder}'; wait for it, or choose another "
+                        "folder."
+                    ) from None
+                time.sleep(0.05)
+        os.truncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        self.release = weakref.finalize(self, _unlock, self.path, descriptor)
+
+    @property
+    def released(self) -> bool:
+        """Whether the lock is no longer held."""
+        return not self.release.alive
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
+
+
+def _unlock(path: Path, descriptor: int) -> None:
+    with suppress(OSError):  # its folder may be gone
+        path.unlink()
+    os.close(descriptor)
 
 
 def versions() -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from support_tokens import files
 from support_tokens.errors import RunFolderError
-from support_tokens.files import read_json, replace_folder, write_json, write_text
+from support_tokens.files import FolderLock, read_json, replace_folder, write_json, write_text
 from support_tokens.training import RunFolder
 
 
@@ -46,6 +49,7 @@ def test_force_replaces_a_run(tmp_path: Path):
     run.model.mkdir()
     (run.model / "model.safetensors").write_text("weights")
     (tmp_path / ".report.json.x1y2").write_text("half of what a killed run wrote")
+    del run
     RunFolder.create(tmp_path, force=True)
     assert names(tmp_path) == ["versions.json"]
 
@@ -181,3 +185,52 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path):
 def test_versions_name_what_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "PACKAGES", ("a-package-that-nobody-has",))
     assert files.versions()["a-package-that-nobody-has"] == "not installed"
+
+
+CREATE = """
+import sys, time
+from pathlib import Path
+from support_tokens.errors import RunFolderError
+from support_tokens.training import RunFolder
+for number in range(20):
+    folder, start = Path(sys.argv[1]) / str(number), float(sys.argv[2]) + 0.1 * number
+    time.sleep(max(0.0, start - time.time()))
+    try:
+        kept = RunFolder.create(folder, force=sys.argv[3] == "force")
+        said = "made"
+    except RunFolderError as error:
+        said = str(error)
+    print(said)
+    time.sleep(0.05)
+    kept = None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", ["force", "no"])
+def test_of_two_processes_at_one_moment_one_gets_the_folder(tmp_path: Path, force: str):
+    start = str(time.time() + 30)  # importing torch twice takes a while
+    children = [
+        subprocess.Popen([sys.executable, "-c", CREATE, tmp_path, start, force], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = [child.communicate()[0].splitlines() for child in children]
+    assert [len(lines) for lines in printed] == [20, 20]
+    for number, lines in enumerate(zip(*printed, strict=True)):
+        assert sorted(line == "made" for line in lines) == [False, True], (number, lines)
+        refusal = next(line for line in lines if line != "made")
+        assert "is at work in" in refusal or "is not empty" in refusal
+
+
+def test_a_folder_is_free_again_when_its_run_is_gone_or_killed(tmp_path: Path):
+    run = RunFolder.create(tmp_path / "run")
+    assert FolderLock.of(tmp_path / "run") is FolderLock.of(tmp_path / "run")
+    script = f"from support_tokens.files import FolderLock; FolderLock.of({str(tmp_path / 'run')!r})"
+    refused = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert f"another process (number {os.getpid()}) is at work in" in refused.stderr
+    del run
+    assert names(tmp_path / "run") == ["versions.json"]
+    killed = f"{script.replace('; ', '; kept = ')}; import os; os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed], check=False)
+    assert names(tmp_path / "run") == [".lock", "versions.json"]
+    assert RunFolder.create(tmp_path / "run", force=True).path == tmp_path / "run"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support_tokens.errors import RunFolderError
-from support_tokens.files import read_json, unwritable, versions, write_json, write_text
+from support_tokens.files import LOCK, FolderLock, read_json, unwritable, versions, write_json, write_text
 
 ENTRIES = frozenset(
     {"arm.json", "barrier.safetensors", "checkpoints", "config.json", "metrics.jsonl", "model", "report.html",
@@ -36,36 +36,27 @@ class RunFolder:
     def create(cls, path: str | Path, *, force: bool = False) -> "RunFolder":
         """Makes the folder, or empties the one of an earlier run.
 
+        Of several processes that ask for one folder, one gets it; the others are refused for as long as the result
+        lives.
+
         Args:
             path: Folder to make, with its parents; an empty one is taken as it is.
             force: Delete an earlier run that is there.
 
         Raises:
             RunFolderError: The folder is not empty and `force` is off; it holds something that is no part of a run,
-                which is never deleted; or it cannot be written.
+                which is never deleted; another process is at work in it; or it cannot be written.
         """
         path = Path(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            present = sorted(entry.name for entry in path.iterdir())
-        except OSError as error:
-            raise unwritable(path, error) from error
-        if present and not force:
-            raise RunFolderError(
-                f"folder '{path}' exists and is not empty; choose another folder, or pass --force to replace "
-                "the run in it."
-            )
-        strange = [name for name in present if not _is_ours(name)]
-        if strange:
-            raise RunFolderError(
-                f"folder '{path}' holds '{strange[0]}', which is no part of a run, so it is not replaced; "
-                "choose another folder."
-            )
+        _check_free(path, force=force)
+        lock = FolderLock.of(path)
+        present = _check_free(path, force=force)  # now that no other process can change it
         try:
             _delete(path / name for name in present)
         except OSError as error:
             raise unwritable(path, error) from error
         folder = cls(path)
+        object.__setattr__(folder, "_lock", lock)  # held until the folder is garbage collected
         write_json(path / "versions.json", {"versions": versions()})
         return folder
 
@@ -162,6 +153,26 @@ class RunFolder:
             write_text(path, text[: text.rfind("\n") + 1])
         kept = [row for row in self.metrics() if row["step"] <= step]
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _check_free(path: Path, *, force: bool) -> list[str]:
+    """Names in a folder that a run may be made in."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        present = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    if present and not force:
+        raise RunFolderError(
+            f"folder '{path}' exists and is not empty; choose another folder, or pass --force to replace the run in it."
+        )
+    strange = [name for name in present if not _is_ours(name)]
+    if strange:
+        raise RunFolderError(
+            f"folder '{path}' holds '{strange[0]}', which is no part of a run, so it is not replaced; "
+            "choose another folder."
+        )
+    return present
 
 
 def _delete(entries: Iterable[Path]) -> None:
