@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -117,10 +118,29 @@ def test_models_are_found_newest_run_first(tmp_path) -> None:
         os.utime(path, (1000 + age, 1000 + age))
     (tmp_path / "models" / "smol").mkdir(parents=True)
     (tmp_path / "models" / "smol" / "x.gguf").touch()
+    for name, file in (("tuned", "config.json"), ("lora", "adapter_config.json"), ("empty", "notes.txt")):
+        (tmp_path / "models" / name).mkdir()
+        (tmp_path / "models" / name / file).touch()
     found = find_models(tmp_path / "runs", tmp_path / "models")
     assert [(source.label, source.gguf_file) for source in found] == [
-        ("demo/new", None), ("old", None), ("smol", "x.gguf"),
+        ("demo/new", None), ("old", None), ("lora", None), ("smol", "x.gguf"), ("tuned", None),
     ]  # fmt: skip
+
+
+def test_two_files_in_one_folder_have_two_names(tmp_path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.gguf").touch()
+    assert [source.label for source in find_models("none", tmp_path.parent) if source.path == str(tmp_path)] == [
+        f"{tmp_path.name}/a", f"{tmp_path.name}/b",
+    ]  # fmt: skip
+
+
+def test_importing_the_page_sets_no_environment_variable() -> None:
+    pytest.importorskip("gradio", reason="gradio is not installed: pip install 'support-tokens[explore]'")
+    module = "support_tokens.explorer.server"
+    script = f"import os, gradio; before = dict(os.environ); import {module}; print(before == os.environ)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "True"
 
 
 def test_no_model_or_two_of_one_name_are_named() -> None:

@@ -18,7 +18,9 @@ def explore(
     ] = None,
     gguf_file: GgufFile = None,
     runs: Annotated[Path, typer.Option(help="Folder to search for finished runs.")] = Path("runs"),
-    models: Annotated[Path, typer.Option(help="Folder to search for GGUF files.")] = Path("models"),
+    models: Annotated[Path, typer.Option(help="Folder to search for checkpoints, adapters and GGUF files.")] = Path(
+        "models"
+    ),
     host: Annotated[
         str, typer.Option(help="Address to listen on; any but 127.0.0.1 admits other machines.")
     ] = "127.0.0.1",

@@ -2,15 +2,8 @@
 
 __all__ = ["build_page"]
 
-import os
 from collections.abc import Sequence
 from typing import Any
-
-# Read by gradio and by the hub: nothing is told to anyone. The queue's own statistics, which nobody sees here, are put
-# off for good: they go through pandas, and where its warnings are errors they end a request without an answer.
-os.environ.update(
-    GRADIO_ANALYTICS_ENABLED="False", GRADIO_ANALYTICS_CACHE_FREQUENCY=str(10**12), HF_HUB_DISABLE_TELEMETRY="1"
-)
 
 import gradio as gr  # type: ignore[import-not-found]  # an extra
 from markupsafe import Markup, escape
@@ -127,6 +120,9 @@ def build_page(explorer: Explorer, results: Results) -> gr.Blocks:
         model.change(**chosen)
         stop.click(stopped, outputs=status, queue=True, concurrency_limit=None, api_visibility="private")
     page.queue(max_size=16, api_open=False)
+    # The queue's own statistics, which nobody sees here, go through pandas, and where its warnings are errors they end
+    # a request without an answer.
+    page._queue.ANAYLTICS_CACHE_FREQUENCY = 10**12
     return page
 
 

@@ -15,7 +15,7 @@ class ModelChoice:
 
     Args:
         label: Its name.
-        path: A run folder, a folder of a checkpoint, or a name that transformers knows.
+        path: A model as `load_model` takes it.
         gguf_file: Name of a GGUF file in that folder.
     """
 
@@ -25,7 +25,7 @@ class ModelChoice:
 
 
 def find_models(runs: str | Path = "runs", models: str | Path = "models") -> Sequence[ModelChoice]:
-    """Finished runs below `runs`, newest first, and models in GGUF files below `models`.
+    """Finished runs below `runs`, newest first; then checkpoints, adapters of PEFT and GGUF files below `models`.
 
     Example:
         >>> find_models("no such folder", "nor this")
@@ -34,6 +34,11 @@ def find_models(runs: str | Path = "runs", models: str | Path = "models") -> Seq
     configs = [path for depth in range(1, 4) for path in Path(runs).glob("*/" * depth + "model/config.json")]
     newest = sorted(configs, key=lambda path: (-path.stat().st_mtime, str(path)))[:_MOST]
     found = [ModelChoice(str(path.parent.parent.relative_to(runs)), str(path.parent.parent)) for path in newest]
-    for path in sorted(Path(models).glob("*/*.gguf")):
-        found.append(ModelChoice(path.parent.name, str(path.parent), path.name))
+    for folder in sorted(path for path in Path(models).glob("*") if path.is_dir()):
+        files = sorted(folder.glob("*.gguf"))
+        if not files and any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            found.append(ModelChoice(folder.name, str(folder)))
+        for file in files:
+            label = folder.name if len(files) == 1 else f"{folder.name}/{file.stem}"
+            found.append(ModelChoice(label, str(folder), file.name))
     return found
