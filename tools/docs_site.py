@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: a reference page for each room of the package, and formulas as MathML, which need no network."""
+"""Hooks of mkdocs: a reference page for each room, pages and notebooks made at build time, formulas as MathML."""
 
 import ast
 import html
+import json
 import re
 from pathlib import Path
 
@@ -11,8 +12,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from support_tokens.report.records import record_from_json
+from support_tokens.report.tokens import margins_html
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "support_tokens"
+RECORD = ROOT / "docs" / "records" / "smollm2.json"
+# On the site, pages that can be used take the place of these pictures, which GitHub shows.
+FRAMES = {"images/margins-wide.png": "margins.html", "fold.svg": "fold.html"}
 SPAN = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\s*\\(?P<open>[(\[])(?P<tex>.*?)\\[)\]]\s*</(?P=tag)>', re.DOTALL
 )
@@ -66,10 +73,43 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Generates the pages of the rooms."""
+    """Generates the pages of the rooms, the page of margins of the home page, and a notebook of each tutorial."""
     for room in rooms():
         files.append(File.generated(config, f"reference/{room}.md", content=reference(room)))
+    record = record_from_json(json.loads(RECORD.read_text(encoding="utf-8")))
+    files.append(File.generated(config, "margins.html", content=margins_html(record, title="SmolLM2-135M-Instruct")))
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.md")):
+        content = json.dumps(notebook(path.read_text(encoding="utf-8")))
+        files.append(File.generated(config, f"tutorials/{path.stem}.ipynb", content=content))
     return files
+
+
+def notebook(page: str) -> dict:
+    """A tutorial as a Jupyter notebook: Python blocks become cells, the text blocks below them their output."""
+    cells = []
+    for part in re.split(r"^(```(?:python|text)\n.*?^```\n)", page, flags=re.MULTILINE | re.DOTALL):
+        block = re.fullmatch(r"```(python|text)\n(.*)```\n", part, flags=re.DOTALL)
+        if block is None and part.strip():
+            cells.append({"cell_type": "markdown", "metadata": {}, "source": part.strip()})
+        elif block and block[1] == "python":
+            cells.append(
+                {"cell_type": "code", "metadata": {}, "execution_count": None, "source": block[2], "outputs": []}
+            )
+        elif block:
+            cells[-1]["outputs"] = [{"output_type": "stream", "name": "stdout", "text": block[2]}]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Puts pages that can be used in the place of their pictures."""
+
+    def frame(match: re.Match[str]) -> str:
+        page = FRAMES.get(match["file"])
+        source = f'<iframe class="page" src="{page}" title="{match["alt"]}" loading="lazy"></iframe>'
+        return f"{source}\n\n[Open it by itself]({page})" if page else match[0]
+
+    return re.sub(r"^!\[(?P<alt>[^\]]*)\]\((?P<file>[^)]*)\)$", frame, markdown, flags=re.MULTILINE)
 
 
 def mathml(match: re.Match[str]) -> str:

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from command import run as command
 from support_tokens.errors import ArgumentError, RunFolderError
@@ -16,7 +17,17 @@ from support_tokens.regularizers import Barrier, CrossEntropy
 from support_tokens.robustness import EvaluationData, cache
 from support_tokens.robustness import evaluate as measuring
 from support_tokens.robustness.lab import TokenizerSpelling, evaluate_models, evaluate_runs
-from support_tokens.robustness.perturbations import FAMILIES, standard_perturbations
+from support_tokens.robustness.measure import expected_seconds
+from support_tokens.robustness.perturbations import (
+    FAMILIES,
+    AdversarialNoise,
+    DomainShift,
+    EmbeddingNoise,
+    PerturbationSet,
+    TokenDrop,
+    Typos,
+    standard_perturbations,
+)
 from support_tokens.training import TrainingPlan, load_corpus, train
 
 PLAN = TrainingPlan(
@@ -161,13 +172,118 @@ def test_tokens_spell_back(place):
     assert sum(spelling.tokens(spelling.text(token)) == [token] for token in ids) == len(ids)
 
 
+def llama_with_bos(folder: Path, model_of_tokens: models.Model, *, first: str | None, replacing: bool) -> list[str]:
+    """Saves a tiny Llama with a tokenizer that marks spaces in tokens, byte fallback off, with or without BOS."""
+    raw = Tokenizer(model_of_tokens)
+    raw.pre_tokenizer = pre_tokenizers.Metaspace() if replacing else pre_tokenizers.WhitespaceSplit()
+    raw.decoder = decoders.Metaspace() if replacing else decoders.WordPiece(cleanup=False)
+    trainer = trainers.BpeTrainer if replacing else trainers.WordPieceTrainer
+    raw.train_from_iterator([TEXT], trainer(vocab_size=80, special_tokens=["<unk>", "<s>"], show_progress=False))
+    if first is not None:
+        raw.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, raw.token_to_id(first))]
+        )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", bos_token="<s>")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=32, bos_token_id=1, eos_token_id=None, initializer_range=0.5,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return TEXT.split()
+
+
+def test_windows_begin_with_bos_where_the_tokenizer_adds_it_and_it_is_not_scored(place, tmp_path):
+    llama_with_bos(tmp_path / "with", models.BPE(unk_token="<unk>"), first="<s>", replacing=True)
+    options = {"sequences": 3, "context": 24, "progress": False, "families": ("noise", "typos", "token-drop")}
+    corpus = str(place / "text.txt")
+    report = evaluate_models([tmp_path / "with"], corpus, others=(str(place / "other.txt"),), **options)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "with")
+    ids = torch.tensor(tokenizer(load_corpus(corpus).test, add_special_tokens=False)["input_ids"])
+    count = len(ids) // 24
+    kept = min(3, count)
+    rows = torch.stack([ids[i * count // kept * 24 :][:24] for i in range(kept)])
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "with").eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat((torch.ones(kept, 1, dtype=torch.long), rows), 1)).logits
+    log_p = logits.double().log_softmax(-1)[:, 1:-1].gather(-1, rows[:, 1:, None])
+    clean = report.result("with", "clean")
+    assert clean.bits.value == pytest.approx(-float(log_p.mean()) / np.log(2), rel=1e-5)
+    assert clean.n_tokens == kept * 23 and report.config["special_tokens_in_front"] == ["<s>"]
+    with pytest.raises(ArgumentError, match=r"at most 31 .* with 1 special tokens in front, received 32"):
+        evaluate_models([tmp_path / "with"], corpus, sequences=2, context=32, progress=False)
+
+
+def test_perturbations_of_the_text_leave_bos_alone():
+    ids = torch.arange(1, 13).reshape(1, 12)
+    data = EvaluationData(ids, prefix=1)
+    (batch,) = data.batches(1)
+    assert batch.labels[0].tolist() == [-100, -100, *range(3, 13)] and int(data.predicted) == 10
+    with Typos(1.0, "drop").applied(torch.nn.Identity(), 1.0) as read:
+        dropped = read(batch)
+    assert dropped.input_ids[0, :2].tolist() == [1, 2] and int(dropped.attention_mask.sum()) == 2
+    other = torch.arange(21, 33).reshape(1, 12)
+    with DomainShift.of("other", other).applied(torch.nn.Identity(), 1.0) as read:
+        assert read(batch).labels[0].tolist() == [-100, -100, *range(23, 33)]
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=40, n_positions=16)).eval()
+    seen = []
+    with TokenDrop(1.0).applied(model, 1.0) as read:
+        handle = model.transformer.h[0].register_forward_pre_hook(lambda _m, args: seen.append(args[0].detach()))
+        model(input_ids=read(batch).input_ids)
+        handle.remove()
+    assert bool((seen[0][0, 1:] == 0).all()) and bool((seen[0][0, 0] != 0).any())
+
+
+@pytest.mark.parametrize(
+    ("model_of_tokens", "replacing"),
+    [(models.BPE(unk_token="<unk>"), True), (models.WordPiece(unk_token="<unk>"), False)],
+    ids=["metaspace", "wordpiece"],
+)
+def test_typos_reach_every_character_under_other_vocabularies(place, tmp_path, model_of_tokens, replacing):
+    text = " ".join(llama_with_bos(tmp_path / "m", model_of_tokens, first=None, replacing=replacing)[:60])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "m")
+    spelling, ids = TokenizerSpelling(tokenizer), tokenizer(text)["input_ids"]
+    assert "".join(map(spelling.text, ids)).strip() == text, "spaces are part of the tokens"
+    reached = sum(len(spelling.text(token)) for token in ids if spelling.tokens(spelling.text(token)) == [token])
+    assert reached >= 0.98 * len(text)
+    report = evaluate_models(
+        [tmp_path / "m"], str(place / "text.txt"), sequences=3, context=24, families=("typos",), progress=False
+    )
+    assert report.config["reached_by_typos"] >= 0.98
+    assert (
+        "reached_by_typos"
+        not in evaluate_models(
+            [tmp_path / "m"], str(place / "text.txt"), sequences=3, context=24, progress=False
+        ).config
+    )
+
+
+def test_the_expected_time_is_said_before_the_first_measurement_and_not_for_the_cache(place, tmp_path, capsys):
+    options = {"sequences": 3, "context": 24, "cache": tmp_path / "kept"}
+    evaluate_models([place / "model0"], str(place / "text.txt"), **options)
+    assert "expected time about" in capsys.readouterr().err
+    evaluate_models([place / "model0"], str(place / "text.txt"), **options)
+    assert "expected time" not in capsys.readouterr().err
+
+
+def test_expected_seconds_are_those_of_a_clean_pass_times_passes_and_sequences(monkeypatch):
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=40, n_positions=16))
+    data = EvaluationData(torch.zeros(6, 8, dtype=torch.long))
+    chosen = PerturbationSet((EmbeddingNoise(0.5), AdversarialNoise(0.1, steps=5)))
+    # A batch of 4 takes 2 seconds, so 6 sequences take 3; clean and noise are one pass each, the attack is 17.
+    assert expected_seconds(model, data, chosen, batch_size=4) == pytest.approx(3 * 19)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["model0", "ce", "--output", "out"], "runs and models cannot be compared"),
         (["model0", "--data", "text.txt"], "--output is required for models"),
         (["model0", "--output", "out"], "--data is required to evaluate models"),
-        (["ce", "--output", "out", "--perturb", "earthquake"], "not 'earthquake'"),
+        (["ce", "--output", "out", "--perturb", "earthquake"], "received 'earthquake'"),
     ],
 )
 def test_wrong_requests_are_one_sentence(place, tmp_path, monkeypatch, capsys, words, says):
@@ -181,7 +297,7 @@ def test_wrong_requests_are_one_sentence(place, tmp_path, monkeypatch, capsys, w
 def test_models_of_two_tokenizers_are_refused(place):
     with pytest.raises(ArgumentError, match="must share their tokenizer"):
         evaluate_models([place / "model0", place / "ce" / "model"], str(place / "text.txt"), progress=False)
-    with pytest.raises(RunFolderError, match="there is no folder"):
+    with pytest.raises(RunFolderError, match="cannot be read"):
         evaluate_models([place / "nowhere"], str(place / "text.txt"), progress=False)
 
 

@@ -114,12 +114,12 @@ def test_perturbations_are_frozen_values():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((-0.1,), "sigma of embedding noise must be a finite number above 0, not -0.1"),
-        ((0,), "above 0, not 0; .* use Clean"),
-        ((float("nan"),), "sigma .* not nan"),
-        (("0.5",), "sigma .* not '0.5'"),
-        ((0.5, "relative"), "scale of embedding noise must be 'absolute' or 'matched', not 'relative'"),
-        ((0.5, "matched", -1), "seed of embedding noise must be a whole number of at least 0, not -1"),
+        ((-0.1,), "sigma of embedding noise must be a finite number above 0, received -0.1"),
+        ((0,), "above 0, received 0; .* use Clean"),
+        ((float("nan"),), "sigma .* received nan"),
+        (("0.5",), "sigma .* received '0.5'"),
+        ((0.5, "relative"), "scale of embedding noise must be 'absolute' or 'matched', received 'relative'"),
+        ((0.5, "matched", -1), "seed of embedding noise must be a whole number of at least 0, received -1"),
     ],
 )
 def test_bad_noise_is_refused(arguments, says):
@@ -149,8 +149,8 @@ def edited(**changes):
     ("record", "says"),
     [
         (edited(sigma=0.6), "was edited or belongs to another version"),
-        (edited(kind="earthquake"), "not 'earthquake'"),
-        (edited(colour="pink"), "cannot be made: .*colour"),
+        (edited(kind="earthquake"), "received 'earthquake'"),
+        (edited(colour="pink"), "wrong parameters .*colour"),
     ],
 )
 def test_an_edited_set_is_refused(record, says):
@@ -159,7 +159,7 @@ def test_an_edited_set_is_refused(record, says):
 
 
 def test_a_set_takes_perturbations_of_unique_names():
-    with pytest.raises(ArgumentError, match=r"unique, but 'noise 0.5' is there twice"):
+    with pytest.raises(ArgumentError, match=r"unique, received 'noise 0.5' twice"):
         PerturbationSet((EmbeddingNoise(0.5), EmbeddingNoise(0.5, seed=1)))
-    with pytest.raises(ArgumentError, match="takes perturbations such as"):
+    with pytest.raises(ArgumentError, match="must be perturbations, received"):
         PerturbationSet(("typo",))  # type: ignore[arg-type]

@@ -154,11 +154,11 @@ def test_calibration_is_that_of_a_plain_loop():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: AdversarialNoise(-1.0), "sigma of worst-case noise must be a finite number above 0, not -1.0"),
+        (lambda: AdversarialNoise(-1.0), "sigma of worst-case noise must be a finite number above 0, received -1.0"),
         (lambda: AdversarialNoise(1.0, "relative"), "scale of worst-case noise must be 'absolute' or 'matched'"),
-        (lambda: AdversarialNoise(1.0, steps=0), "steps of worst-case noise must be at least 1, not 0"),
-        (lambda: AdversarialNoise(1.0, norm="batch"), "norm of worst-case noise .* not 'batch'"),
-        (lambda: Quantization(1), "bits of rounded weights must be a whole number from 2 to 16, not 1"),
+        (lambda: AdversarialNoise(1.0, steps=0), "steps of worst-case noise must be at least 1, received 0"),
+        (lambda: AdversarialNoise(1.0, norm="batch"), "norm of worst-case noise .* received 'batch'"),
+        (lambda: Quantization(1), "bits of rounded weights must be a whole number from 2 to 16, received 1"),
     ],
 )
 def test_bad_perturbations_are_refused(make, says):

@@ -193,9 +193,9 @@ def test_other_text_takes_the_place_of_the_data():
     assert measured.units[text.name].tolist() == [30.0] * 5 and measured.tokens[text.name].tolist() == [15.0] * 5
     described = PerturbationSet.from_record(PerturbationSet((text,)).record())
     assert described == PerturbationSet((text,))
-    with pytest.raises(ArgumentError, match="only its checksum is there"):
+    with pytest.raises(ArgumentError, match="received its checksum only"):
         measure(model(), EvaluationData(ids()), described)
-    with pytest.raises(ArgumentError, match="as many sequences as the evaluation data, but has 2"):
+    with pytest.raises(ArgumentError, match="as many sequences as the evaluation data, received 2"):
         measure(model(), EvaluationData(ids()), PerturbationSet((DomainShift.of("short", ids(2)),)))
 
 
@@ -203,17 +203,17 @@ def test_families_make_a_set_that_goes_through_json():
     chosen = chosen_perturbations(("noise", "worst-case", "typos", "typos-by-kind", "token-drop", "rounding"), (0.5,))
     assert PerturbationSet.from_record(chosen.record()) == chosen
     assert len({p.family for p in chosen.items}) == 1 + 2 + 4 + 1 + 4 + 1 + 1
-    with pytest.raises(ArgumentError, match=r"Families of perturbations are noise, .*not 'earthquake'"):
+    with pytest.raises(ArgumentError, match=r"A family of perturbations must be one of noise, .*received 'earthquake'"):
         chosen_perturbations(("earthquake",))
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Typos(0.0), "share of typos must be a number above 0 and at most 1, not 0.0"),
-        (lambda: Typos(0.1, "shout"), r"operation of typos must be one of mixed, .*not 'shout'"),
+        (lambda: Typos(0.0), "share of typos must be a number above 0 and at most 1, received 0.0"),
+        (lambda: Typos(0.1, "shout"), r"operation of typos must be one of mixed, .*received 'shout'"),
         (lambda: Typos(0.1, seed=-1), "seed of typos"),
-        (lambda: TokenDrop(1.5), r"share of dropped tokens .* not 1.5"),
+        (lambda: TokenDrop(1.5), r"share of dropped tokens .* received 1.5"),
     ],
 )
 def test_bad_perturbations_are_refused(make, says):

@@ -175,7 +175,7 @@ def test_modes_and_hooks_are_restored():
     hooks = [len(m._forward_pre_hooks) for m in model.modules()]
     evaluate_robustness({"a": model}, ids(), NOISE, bootstrap=QUICK)
     handle = hook_embeddings(model, lambda x: x * math.nan)
-    with pytest.raises(ArgumentError, match="loss of arm 'a' under 'clean' must be finite, but is not on sequence 0"):
+    with pytest.raises(ArgumentError, match="loss of arm 'a' under 'clean' must be finite, received nan on sequence 0"):
         evaluate_robustness({"a": model}, ids(), NOISE, bootstrap=QUICK)
     handle.remove()
     assert [m.training for m in model.modules()] == modes
@@ -212,12 +212,16 @@ def test_models_of_a_lazy_sequence_are_loaded_one_at_a_time():
     ("arms", "options", "says"),
     [
         ({}, {}, "At least one arm is required"),
-        ({"a": [small()], "b": [small(), small()]}, {}, "same seeds, at least one, but have {'a': 1, 'b': 2}"),
-        ({"a": []}, {}, "at least one, but have {'a': 0}"),
-        ({"a": small()}, {"baseline": "ce"}, "The arms are 'a'; 'ce' is none of them"),
-        ({"a": small()}, {"details": {"x": ArmDetails()}}, "'x' is none of them"),
-        ({"a": small()}, {"seeds": [1, 2]}, "must be 1 different ones, one a model of each arm, not [1, 2]"),
-        ({"a": small()}, {"batch_size": 0}, "batch size of an evaluation must be at least 1, not 0"),
+        (
+            {"a": [small()], "b": [small(), small()]},
+            {},
+            "same number of seeds, at least one, received {'a': 1, 'b': 2}",
+        ),
+        ({"a": []}, {}, "at least one, received {'a': 0}"),
+        ({"a": small()}, {"baseline": "ce"}, "An arm must be one of 'a', received 'ce'"),
+        ({"a": small()}, {"details": {"x": ArmDetails()}}, "received 'x'"),
+        ({"a": small()}, {"seeds": [1, 2]}, "must be 1 different numbers, one a model of each arm, received [1, 2]"),
+        ({"a": small()}, {"batch_size": 0}, "batch_size must be at least 1, received 0"),
     ],
 )
 def test_bad_arms_are_refused(arms, options, says):
@@ -229,8 +233,8 @@ def test_bad_arms_are_refused(arms, options, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((torch.zeros(3, dtype=torch.long),), "shape is (3,)"),
-        ((torch.zeros(3, 1, dtype=torch.long),), "shape is (3, 1)"),
+        ((torch.zeros(3, dtype=torch.long),), "received shape (3,)"),
+        ((torch.zeros(3, 1, dtype=torch.long),), "received shape (3, 1)"),
         ((torch.zeros(2, 4),), "type torch.float32"),
         (
             (torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4)),
@@ -247,7 +251,7 @@ def test_bad_data_is_refused(arguments, says):
 
 
 def test_ids_beyond_the_vocabulary_are_refused():
-    with pytest.raises(ArgumentError, match=r"for arm 'a' must lie in 0 ... 10, but the evaluation data has 0 ... 11"):
+    with pytest.raises(ArgumentError, match=r"for arm 'a' must be in 0 ... 10, received 0 ... 11"):
         evaluate_robustness({"a": small()}, torch.tensor([[0, 11]]), NOISE, bootstrap=QUICK)
 
 

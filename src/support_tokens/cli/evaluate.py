@@ -14,7 +14,7 @@ from support_tokens.errors import ArgumentError
 
 def evaluate(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, or folders of Hugging Face models; the first is the baseline.")
+        list[Path], typer.Argument(help="Run folders, or models as for analyze; the first is the baseline.")
     ],
     output: Annotated[
         Path | None, typer.Option(help="Folder for the report; by default the run folder, if there is one only.")
@@ -22,7 +22,9 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option(help="Corpus whose test part is read; by default that of training.")
     ] = None,
-    sequences: Annotated[int, typer.Option(min=2, help="Windows of the test part.")] = 64,
+    sequences: Annotated[
+        int | None, typer.Option(min=2, help="Windows of the test part; by default 64 for runs, 32 for models.")
+    ] = None,
     context: Annotated[int, typer.Option(min=3, help="Tokens of a window, for models; runs have their own.")] = 128,
     perturb: Annotated[
         str,
@@ -31,7 +33,10 @@ def evaluate(
     shift_corpus: Annotated[
         list[str] | None, typer.Option(help="Another corpus to evaluate on; may be repeated.")
     ] = None,
-    sigma: Annotated[list[float] | None, typer.Option(help="Standard deviation of noise; may be repeated.")] = None,
+    sigma: Annotated[
+        list[float] | None,
+        typer.Option(help="Standard deviation of noise; may be repeated; by default 4 for runs, 2 for models."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     structure: Annotated[
         bool | None,
@@ -46,8 +51,7 @@ def evaluate(
     from support_tokens.robustness.lab import evaluate_models, evaluate_runs, write_report
     from support_tokens.robustness.perturbations import FAMILIES
 
-    # A run keeps its model in a folder of its own; the configuration of a model of transformers names its type.
-    models = [not (run / "model").is_dir() and _is_model(run) for run in runs]
+    models = [_is_model(run) for run in runs]
     if any(models) and not all(models):
         raise ArgumentError(
             "runs and models cannot be compared, since runs count characters and models tokens; pass the folder "
@@ -61,12 +65,12 @@ def evaluate(
     if any(models) and data is None:
         raise ArgumentError("--data is required to evaluate models, received none; pass a corpus or a text file.")
     options: dict[str, Any] = {
-        "sequences": sequences,
-        "sigmas": tuple(sigma) if sigma else (0.1, 0.25, 0.5, 1.0),
         "seed": seed,
         "families": tuple(FAMILIES) if perturb == "all" else split_words(perturb),
         "others": tuple(shift_corpus or ()),
     }
+    options |= {} if sequences is None else {"sequences": sequences}
+    options |= {"sigmas": tuple(sigma)} if sigma else {}
     folder = runs[0] if output is None else output
     # A run folder is not made: it is there, or it is no run folder.
     pages = [("--output", folder / name) for name in ("report.json", "report.html") if output or folder.is_dir()]
@@ -82,9 +86,15 @@ def evaluate(
     print(f"Report: {page}")
 
 
-def _is_model(folder: Path) -> bool:
-    """Whether a folder holds a model of transformers: its configuration names a type of model."""
+def _is_model(path: Path) -> bool:
+    """Whether a path names a model and not a run: by its files, or as `owner/name` on the hub."""
+    if not path.exists():
+        return len(path.parts) == 2 and not path.parent.exists()
+    if (path / "model").is_dir():
+        return False  # a run keeps its model in a folder of its own
+    if path.suffix == ".gguf" or (path / "adapter_config.json").is_file() or any(path.glob("*.gguf")):
+        return True
     try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False

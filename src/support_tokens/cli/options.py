@@ -25,7 +25,7 @@ import typer
 
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
 
-MODEL = "A run folder, the folder of a checkpoint, or a name on the Hugging Face hub."
+MODEL = "A run folder, the folder of a checkpoint or of a PEFT adapter, a GGUF file, or a name on the Hugging Face hub."
 
 Data = Annotated[str, typer.Option(help="kjv, python-docs, python-source, a path, or hub:NAME[:CONFIG].")]
 Device = Annotated[str, typer.Option(help="Device as torch names it: cpu, cuda, cuda:1, ...")]

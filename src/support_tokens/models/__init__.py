@@ -14,11 +14,14 @@ __all__ = [
     "evaluating",
     "execution_device",
     "find_decoder",
+    "find_model",
     "hook_embeddings",
     "in_turn",
     "is_replica",
+    "load_config",
     "load_model",
     "load_small_gpt",
+    "load_tokenizer",
     "loss_function_of",
     "model_margins",
     "quiet_transformers",
@@ -53,7 +56,7 @@ if TYPE_CHECKING:
         trains_before,
     )
     from support_tokens.models.inputs import context_length, text_config, text_inputs
-    from support_tokens.models.loading import checked_device, load_model
+    from support_tokens.models.loading import checked_device, find_model, load_config, load_model, load_tokenizer
     from support_tokens.models.margins import model_margins
     from support_tokens.models.reader import MarginReader
     from support_tokens.models.small_gpt import (
@@ -87,7 +90,10 @@ __getattr__ = lazy_exports(
         "text_config": "inputs",
         "text_inputs": "inputs",
         "checked_device": "loading",
+        "find_model": "loading",
+        "load_config": "loading",
         "load_model": "loading",
+        "load_tokenizer": "loading",
         "model_margins": "margins",
         "MarginReader": "reader",
         "build_small_gpt": "small_gpt",

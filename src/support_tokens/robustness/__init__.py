@@ -1,4 +1,4 @@
-"""Models x perturbations x seeds to a report with intervals."""
+"""Robustness of language models: arms x perturbations x seeds, measured, compared and reported with intervals."""
 
 __all__ = [
     "COUPLING_LEVELS",
@@ -47,10 +47,11 @@ from support_tokens.robustness.evaluate import LazyModels, evaluate_robustness, 
 from support_tokens.robustness.lab.contest import contests
 from support_tokens.robustness.lab.demo import run_experiment, write_report
 from support_tokens.robustness.lab.evaluate_runs import evaluate_runs
-from support_tokens.robustness.lab.models import TokenizerSpelling, evaluate_models
+from support_tokens.robustness.lab.models import evaluate_models
 from support_tokens.robustness.lab.paper import paper_rows
 from support_tokens.robustness.lab.preset import PRESETS, Preset, load_preset
 from support_tokens.robustness.lab.reproduction import reproduce
+from support_tokens.robustness.lab.spelling import TokenizerSpelling
 from support_tokens.robustness.measure import EvaluationData, Measurement, measure
 from support_tokens.robustness.perturbations.adversarial import AdversarialNoise
 from support_tokens.robustness.perturbations.base import Batch, Clean, Perturbation

@@ -24,18 +24,18 @@ class Bootstrap:
     r"""Bias-corrected and accelerated (BCa) bootstrap of a mean over seeds of a figure over sequences.
 
     With tables of $S$ seeds $\times$ $N$ sequences, a resample draws $N$ sequences and $S$ seeds with replacement,
-    independently (the two factors are crossed: every seed reads the same sequences). The statistic sees the
-    multiplicities of the sequences as weights, so whatever it computes for several arms or perturbations is computed
-    on the same resample: differences and ratios are paired. With one seed, only sequences are drawn and the interval
-    says nothing about another seed.
+    independently: the two factors are crossed, since every seed reads the same sequences. The statistic receives the
+    multiplicities of the sequences as weights, so all arms and perturbations are computed on the same resample, and
+    differences and ratios are paired. With one seed only sequences are drawn, and the interval does not cover the
+    choice of the seed.
 
     Args:
-        confidence: Coverage asked for, between 0 and 1.
+        confidence: Coverage of the interval, between 0 and 1.
         resamples: Number of resamples.
         seed: Seed of the resampling; the same seed gives the same interval.
 
     Raises:
-        ArgumentError: A confidence outside of (0, 1) or fewer than 100 resamples.
+        ArgumentError: The confidence is outside of (0, 1), or there are fewer than 100 resamples.
 
     References:
         Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, sections 14.3 and 15.4; `scipy.stats.bootstrap`.
@@ -55,16 +55,12 @@ class Bootstrap:
 
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
-            raise ArgumentError(
-                f"The confidence of a bootstrap must lie between 0 and 1, not be {self.confidence!r}; 0.95 is usual."
-            )
+            raise ArgumentError(f"confidence must be between 0 and 1, received {self.confidence!r}; pass 0.95, say.")
         if self.resamples < 100:
-            raise ArgumentError(
-                f"A bootstrap interval needs at least 100 resamples, not {self.resamples!r}; 5000 is the default."
-            )
+            raise ArgumentError(f"resamples must be at least 100, received {self.resamples!r}; pass 5000, the default.")
 
     def interval(self, statistic: Statistic, *, seeds: int, sequences: int) -> Estimate:
-        r"""The mean of `statistic` over seeds with its interval.
+        r"""Mean of `statistic` over seeds, with its interval.
 
         Args:
             statistic: Maps weights `(..., N)` to the figure of each seed `(..., S)`.
@@ -72,9 +68,9 @@ class Bootstrap:
             sequences: $N$, at least 1.
 
         Returns:
-            The estimate; without an interval where neither several seeds nor several sequences are there, or where
-            BCa is undefined because (nearly) all resamples fall on one side. A figure that does not vary at all, such
-            as an arm minus itself, has an interval of width zero.
+            The estimate. It has no interval if there is one seed and one sequence, or if BCa is undefined because
+            (nearly) all resamples fall on one side. A figure that does not vary, such as an arm minus itself, has an
+            interval of width zero.
         """
         value = float(statistic(np.ones(sequences)).mean(-1))
         samples = [np.arange(n) for n in (sequences, seeds) if n > 1]
@@ -82,7 +78,7 @@ class Bootstrap:
             return Estimate(value)
 
         def resampled(*drawn: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-            # scipy hands the drawn indices back as floats, in the order of `samples`, with the samples' axis last.
+            # scipy passes the drawn indices as floats, in the order of `samples`, along the last axis.
             del axis
             by_factor = list(drawn)
             weights = _multiplicities(by_factor.pop(0), sequences) if sequences > 1 else np.ones(1)
@@ -92,7 +88,7 @@ class Bootstrap:
             return (figures * _multiplicities(by_factor.pop(0), seeds)).sum(-1) / seeds
 
         with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-            # Degenerate resamples are told apart below, from the distribution itself.
+            # Degenerate resamples are recognised below, from the distribution itself.
             warnings.simplefilter("ignore", stats.DegenerateDataWarning)
             warnings.simplefilter("ignore", RuntimeWarning)
             result = stats.bootstrap(
@@ -113,7 +109,7 @@ class Bootstrap:
 
 
 def _multiplicities(drawn: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """How often each of `size` items was drawn, along the last axis: `(..., n)` indices to `(..., size)` counts."""
+    """Counts of each of `size` items along the last axis: indices `(..., n)` to counts `(..., size)`."""
     rows = drawn.reshape(-1, drawn.shape[-1]).astype(np.intp)
     flat = (rows + size * np.arange(len(rows))[:, None]).ravel()
     return np.bincount(flat, minlength=size * len(rows)).reshape(*drawn.shape[:-1], size).astype(np.float64)

@@ -34,15 +34,15 @@ from support_tokens.robustness.measure import EvaluationData, Measurement
 from support_tokens.robustness.perturbations.set import PerturbationSet
 
 OfArm = Callable[[str], Statistic]
-"""A figure of an arm by its name: weights of the sequences `(..., N)` to values by seed `(..., S)`."""
+"""Maps the name of an arm to a figure: weights of sequences `(..., N)` to values of seeds `(..., S)`."""
 
 
 @dataclass(frozen=True)
 class ArmDetails:
-    r"""What a caller knows of an arm beyond its model; the report shows it.
+    r"""What the report shows of an arm besides its measurements.
 
     Args:
-        label: Name for display; the arm's key where empty.
+        label: Name for display; the key of the arm if empty.
         description: One sentence: how the arm was trained.
         seconds: Wall time of training.
         margins: Log margins on held-out text and along one sentence.
@@ -67,10 +67,23 @@ def compare(
     split: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> RobustnessReport:
-    r"""The report of what `measure` gave for each arm and seed; arguments as in `evaluate_robustness`.
+    r"""Report of measurements of each arm, one a seed.
 
-    `structure` is what is known of the structure of the arms. With `split`, and two sequences or more, the report also
-    holds what choosing arms on one half of the sequences and judging them on the other needs.
+    Args:
+        measured: Measurements by arm, one a seed.
+        data: What they were measured on.
+        perturbations: What they were measured under.
+        baseline: As in `evaluate_robustness`.
+        seeds: As in `evaluate_robustness`.
+        details: As in `evaluate_robustness`.
+        bootstrap: As in `evaluate_robustness`.
+        structure: Structure of the arms, as `measure_structure` returns it.
+        split: With two sequences or more, also keep the figures for selecting arms on one half of the sequences and
+            judging them on the other.
+        config: As in `evaluate_robustness`.
+
+    Raises:
+        ArgumentError: As in `evaluate_robustness`, or models were not scored on the same tokens.
     """
     first, n_seeds = _check_arms(measured, baseline, seeds, details)
     order = [first, *(name for name in measured if name != first)]
@@ -155,36 +168,40 @@ def _check_arms(
     seeds: Sequence[int] | None,
     details: Mapping[str, ArmDetails] | None,
 ) -> tuple[str, int]:
-    """The baseline and the number of seeds."""
+    """Name of the baseline, and number of seeds."""
     if not measured:
-        raise ArgumentError("At least one arm is required for an evaluation, but there is none; pass {'name': model}.")
+        raise ArgumentError("At least one arm is required for an evaluation, received none; pass {'name': model}.")
     counts = {name: len(of_arm) for name, of_arm in measured.items()}
     n_seeds = next(iter(counts.values()))
     if n_seeds < 1 or set(counts.values()) != {n_seeds}:
         raise ArgumentError(
-            f"Arms that are compared need the same seeds, at least one, but have {counts}; pass one model a seed."
+            f"Arms that are compared must have the same number of seeds, at least one, received {counts}; pass one "
+            "model a seed."
         )
     if seeds is not None and (len(seeds) != n_seeds or len(set(seeds)) != n_seeds):
-        raise ArgumentError(f"The seeds must be {n_seeds} different ones, one a model of each arm, not {list(seeds)}.")
+        raise ArgumentError(
+            f"seeds must be {n_seeds} different numbers, one a model of each arm, received {list(seeds)}; leave out "
+            "or add seeds."
+        )
     first = next(iter(measured)) if baseline is None else baseline
     for name in (first, *(details or {})):
         if name not in measured:
-            raise ArgumentError(f"The arms are {', '.join(map(repr, measured))}; {name!r} is none of them.")
+            raise ArgumentError(f"An arm must be one of {', '.join(map(repr, measured))}, received {name!r}; name one.")
     return first, n_seeds
 
 
 class _Comparison:
-    """Statistics of what was measured, and their estimates.
+    """Statistics of measurements, and their estimates.
 
     Args:
-        measured: What `measure` gave, by arm, one a seed.
-        data: What was measured on.
-        perturbations: What was measured under, clean first.
-        bootstrap: How intervals are made.
-        n_seeds: Seeds of each arm.
+        measured: Measurements by arm, one a seed.
+        data: What they were measured on.
+        perturbations: What they were measured under, clean first.
+        bootstrap: Makes the intervals.
+        n_seeds: Number of seeds of each arm.
 
     Raises:
-        ArgumentError: Models were not scored on the same.
+        ArgumentError: Models were not scored on the same tokens.
     """
 
     def __init__(
@@ -201,7 +218,7 @@ class _Comparison:
         self._units: dict[str, NDArray[np.float64]] = {}
         self._tokens: dict[str, NDArray[np.float64]] = {}
         for p in perturbations.items:
-            # What is scored follows from data and perturbation, never from the arm, so that it is one for all.
+            # Data and perturbation determine what is scored, never the arm, so all models share it.
             counts = [m for of_arm in measured.values() for m in of_arm]
             self._units[p.name] = _shared(counts, "units", p.name, data.units)
             self._tokens[p.name] = _shared(counts, "tokens", p.name, data.predicted)
@@ -273,7 +290,7 @@ class _Comparison:
         return self._bootstrap.interval(statistic, seeds=self._n_seeds, sequences=self._sequences)
 
     def result(self, arm: str, perturbation: str) -> Result:
-        """What an arm comes to under a perturbation."""
+        """Figures of an arm under a perturbation."""
         bits, ratio = self.bits(perturbation)(arm), self.degradation(perturbation)(arm)
         error = self.calibration(perturbation)
         every = np.ones(self._sequences)
@@ -309,7 +326,7 @@ class _Comparison:
         }
 
     def area_difference(self, arm: str, reference: str, family: str) -> Difference:
-        """Mean heights of an arm's curves minus another's, paired."""
+        """Paired differences of the mean heights of the curves of two arms."""
         return self.difference(
             arm, reference, family, self.mean_height(family, "bits"), self.mean_height(family, "ratio")
         )
@@ -317,7 +334,7 @@ class _Comparison:
     def difference(
         self, arm: str, reference: str, condition: str, bits: OfArm, ratio: OfArm, error: OfArm | None = None
     ) -> Difference:
-        """Figures of an arm minus another's, paired."""
+        """Paired differences of the figures of two arms."""
         paired = [None if figure is None else self._paired(figure, arm, reference) for figure in (bits, ratio, error)]
         return Difference(arm, reference, condition, *paired)  # type: ignore[arg-type]
 
@@ -327,11 +344,11 @@ class _Comparison:
 
 
 def _shared(measured: Sequence[Measurement], what: str, perturbation: str, clean: Tensor) -> NDArray[np.float64]:
-    """What all models were scored on under a perturbation, `(N,)`; that of the clean data where none says."""
-    found = [held[perturbation] for m in measured if perturbation in (held := getattr(m, what))]
-    if any(not np.array_equal(found[0], other) for other in found[1:]):
+    """Counts `(N,)` that all models were scored on under a perturbation; those of the clean data if none has them."""
+    counts = [table[perturbation] for m in measured if perturbation in (table := getattr(m, what))]
+    if any(not np.array_equal(counts[0], other) for other in counts[1:]):
         raise ArgumentError(
-            f"All models must be scored on the same {what} under '{perturbation}', but are not; measure them on one "
-            "data set with one set of perturbations."
+            f"All models must be scored on the same {what} under '{perturbation}', received different ones; measure "
+            "them on one data set with one set of perturbations."
         )
-    return found[0] if found else clean.numpy().astype(np.float64)
+    return counts[0] if counts else clean.numpy().astype(np.float64)

@@ -16,7 +16,7 @@ from support_tokens.report.records import RobustnessReport
 from support_tokens.robustness.bootstrap import Bootstrap
 from support_tokens.robustness.cache import read_measurement, write_measurement
 from support_tokens.robustness.comparison import ArmDetails, compare
-from support_tokens.robustness.measure import EvaluationData, Measurement, measure
+from support_tokens.robustness.measure import EvaluationData, Measurement, expected_seconds, measure
 from support_tokens.robustness.perturbations.base import Perturbation
 from support_tokens.robustness.perturbations.set import PerturbationSet, standard_perturbations
 
@@ -55,6 +55,7 @@ def measure_arms(
     cache: Path | None = None,
     batch_size: int = 16,
     progress: Progress | None = None,
+    expect: Callable[[float], None] | None = None,
 ) -> dict[str, list[Measurement]]:
     """Measures each model of each arm.
 
@@ -66,6 +67,7 @@ def measure_arms(
             perturbations, batch size and code.
         batch_size: Sequences at a time.
         progress: Called after each batch, and after each model that the cache holds.
+        expect: Called once, before the first measurement, with the expected seconds of all that remain.
 
     Raises:
         ArgumentError: As in `measure`.
@@ -89,6 +91,10 @@ def measure_arms(
             if kept is not None:
                 advance(per_model, f"{name}: read from the cache")
             else:
+                if expect is not None:
+                    seconds = expected_seconds(model, data, perturbations, batch_size=batch_size)
+                    expect(seconds * (total - done) / per_model)
+                    expect = None
                 kept = measure(
                     model,
                     data,
@@ -132,18 +138,19 @@ def evaluate_robustness(
         perturbations: `standard_perturbations()` where None.
         baseline: The arm that others are compared with; the first where None.
         seeds: Training seed of each model of an arm, the same for all arms; 0, 1, ... where None.
-        details: What else is known of the arms, margins included.
-        bootstrap: How intervals are made; BCa, 95 %, 5000 resamples where None.
-        batch_size: Sequences at a time; changes nothing but speed and memory.
+        details: Label, description, seconds and margins of arms, for the report.
+        bootstrap: Makes the intervals; BCa, 95 %, 5000 resamples if None.
+        batch_size: Sequences at a time; changes only speed and memory.
         cache: As in `measure_arms`.
-        config: The plan of the experiment, kept in the report as it is.
-        progress: Called with batches done, batches in all and what is being read.
+        config: Configuration of the experiment, stored in the report.
+        progress: Called with batches done, batches in all, and the arm and perturbation that was read.
 
     Returns:
-        The report; with one seed its intervals cover the choice of sequences only, and it says so.
+        The report; with one seed its intervals cover the choice of sequences only, which it states.
 
     Raises:
-        ArgumentError: No arms, arms with different numbers of seeds, an unknown baseline, a loss that is not finite.
+        ArgumentError: There are no arms, their numbers of seeds differ, the baseline is unknown, or a loss is not
+            finite.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-r"""Evaluation of finished runs of SmallGPT: held-out text, frozen perturbations, margins and structure."""
+r"""Evaluation of finished runs of SmallGPT on held-out text, clean and under perturbations, in bits per character."""
 
 __all__ = ["evaluate_runs"]
 
@@ -16,7 +16,7 @@ from support_tokens.report.records import ArmMargins, LayerMargins, RobustnessRe
 from support_tokens.robustness.comparison import ArmDetails, compare
 from support_tokens.robustness.evaluate import LazyModels, measure_arms
 from support_tokens.robustness.lab.runs import TrainedRun, by_label, corpus_of, open_run
-from support_tokens.robustness.lab.windows import held_out_windows, progress_bar
+from support_tokens.robustness.lab.windows import held_out_windows, progress_bar, say_expected
 from support_tokens.robustness.measure import EvaluationData
 from support_tokens.robustness.perturbations.set import chosen_perturbations
 from support_tokens.robustness.perturbations.text import DomainShift
@@ -43,29 +43,28 @@ def evaluate_runs(
     cache: str | Path | None = None,
     progress: bool = True,
 ) -> RobustnessReport:
-    r"""Evaluates finished runs on held-out text, clean and under perturbations; runs that differ in seed only are one
-    arm.
+    r"""Evaluates finished runs on held-out text, clean and under perturbations.
 
-    The first folder's arm is the baseline. Noise of each sigma is added to the embeddings once as it is and once times
-    the root mean square of the model's clean embeddings.
+    Runs that differ only in their seed are one arm, and the arm of the first folder is the baseline. Noise of each
+    sigma is added to the embeddings twice: as it is, and times the root mean square of the model's clean embeddings.
 
     Args:
         folders: Run folders, trained on one corpus with one context.
-        data: Corpus whose test part is read; None: the corpus the runs were trained on.
+        data: Corpus whose test part is read; None: that of training.
         sequences: Windows of the test part, spread evenly.
         sigmas: Standard deviations of the noise.
-        seed: Seed of whatever is drawn.
+        seed: Seed of all random draws.
         families: Families of perturbations, of `support_tokens.robustness.perturbations.set.FAMILIES`.
         others: Other corpora whose test part is read too.
         structure: Measure the structure of embeddings and attention: before training, after it, and with embeddings
-            brought to the size of the baseline's.
+            scaled to the size of the baseline's.
         timings: Keep the seconds of training; without them, equal runs have equal reports.
-        split: Also keep what choosing arms on one half of the windows and judging them on the other needs.
-        cache: Folder that keeps what was measured, for an evaluation that may be stopped.
-        progress: Draw a bar on stderr.
+        split: Also keep the figures for selecting arms on one half of the windows and judging them on the other.
+        cache: Folder that keeps each measurement, so that a stopped evaluation can continue.
+        progress: Say the expected time and draw a bar on stderr.
 
     Raises:
-        ArgumentError: No folders, or runs that cannot be compared.
+        ArgumentError: There are no folders, or runs cannot be compared.
         DataError: The corpus cannot be read or has changed since training.
         RunFolderError: A folder holds no finished run.
     """
@@ -89,7 +88,14 @@ def evaluate_runs(
     chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
     models = {label: LazyModels(_load, of_arm) for label, of_arm in arms.items()}
     with progress_bar(enabled=progress) as bar:
-        measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=bar)
+        measured = measure_arms(
+            models,
+            held_out,
+            chosen,
+            cache=None if cache is None else Path(cache),
+            progress=bar,
+            expect=say_expected if progress else None,
+        )
     sentence = encode(tokenizer, _sentence(corpus.test, context)).unsqueeze(0)
     details = {
         label: ArmDetails(
@@ -128,7 +134,7 @@ def evaluate_runs(
 
 
 def _unknown_elsewhere(tokenizer, texts: Sequence[DomainShift]) -> dict[str, float]:
-    """Share of characters of the other texts that the model has never seen, by corpus."""
+    """Fraction of characters of the other texts that are not in the model's vocabulary, by corpus."""
     return {text.corpus: unknown_rate(tokenizer, text.input_ids) for text in texts if text.input_ids is not None}
 
 
@@ -160,7 +166,7 @@ def _structure(
 
 
 def _initial(run: TrainedRun, tokenizer) -> nn.Module:
-    """The model that the run began with."""
+    """The model before the first step of the run."""
     plan = plan_from_config(run.config["plan"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
@@ -173,7 +179,7 @@ def _initial(run: TrainedRun, tokenizer) -> nn.Module:
 
 
 def _sentence(text: str, context: int) -> str:
-    """A stretch of the text that begins at a sentence and is no longer than the context or a line or two of print."""
+    """A part of the text that begins at a sentence and is at most the context or `_SENTENCE` characters long."""
     begin = re.search(r"[.!?]\s+(?=[A-Z])", text)
     start = begin.end() if begin else 0
     return text[start : start + min(context, _SENTENCE)]

@@ -1,60 +1,37 @@
-r"""Evaluation of any causal language models of transformers, given as folders: bits per token."""
+r"""Evaluation of any causal language models of transformers, given as folders, in bits per token."""
 
-__all__ = ["TokenizerSpelling", "evaluate_models"]
+__all__ = ["evaluate_models"]
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from support_tokens.errors import ArgumentError, DataError, RunFolderError
-from support_tokens.models import checked_device, load_model, quiet_transformers
+from support_tokens.errors import ArgumentError, DataError
+from support_tokens.models import checked_device, load_config, load_model, load_tokenizer, quiet_transformers
 from support_tokens.report.records import RobustnessReport
 from support_tokens.robustness.comparison import ArmDetails, compare
 from support_tokens.robustness.evaluate import LazyModels, measure_arms
-from support_tokens.robustness.lab.windows import held_out_windows, progress_bar
+from support_tokens.robustness.lab.spelling import TokenizerSpelling, special_prefix
+from support_tokens.robustness.lab.windows import held_out_windows, progress_bar, say_expected
 from support_tokens.robustness.measure import EvaluationData
 from support_tokens.robustness.perturbations.set import chosen_perturbations
-from support_tokens.robustness.perturbations.text import DomainShift
+from support_tokens.robustness.perturbations.text import DomainShift, reached_by_typos
 from support_tokens.robustness.structure import measure_structure
 from support_tokens.training import load_corpus
 
 _STRUCTURE_WINDOWS = 4
 
 
-class TokenizerSpelling:
-    """Texts of a tokenizer's tokens, each by itself, and tokens of texts, for typos.
-
-    Args:
-        tokenizer: Any tokenizer of transformers.
-
-    Example:
-        >>> from support_tokens.models import character_tokenizer
-        >>> spelling = TokenizerSpelling(character_tokenizer("abba"))
-        >>> spelling.text(2), spelling.tokens("ab")
-        ('a', [2, 3])
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        # Kept, since the tokens of a text are few beside its length, and a call of a tokenizer takes a while.
-        self.text = lru_cache(None)(lambda token: str(tokenizer.decode([token])))
-        self._tokens = lru_cache(None)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
-
-    def tokens(self, text: str) -> list[int]:
-        """A tokenization of the text, without special tokens."""
-        return list(self._tokens(text))
-
-
 def evaluate_models(
     folders: Sequence[str | Path],
     data: str,
     *,
-    sequences: int = 64,
+    sequences: int = 32,
     context: int = 128,
-    sigmas: Sequence[float] = (0.1, 0.25, 0.5, 1.0),
+    sigmas: Sequence[float] = (0.1, 0.5),
     seed: int = 0,
     families: Sequence[str] = ("noise",),
     others: Sequence[str] = (),
@@ -66,24 +43,26 @@ def evaluate_models(
     r"""Evaluates causal language models of one tokenizer on a text, clean and under perturbations, in bits per token.
 
     Each folder is an arm, the first one the baseline; there is one seed, so intervals cover the choice of sequences.
+    Where the tokenizer puts special tokens such as BOS in front of a text, they are in front of every window; they are
+    not scored, and the report names them (`config`). It also has the fraction of characters that typos can reach.
 
     Args:
         folders: Folders of checkpoints with their tokenizers.
         data: Corpus whose test part is read.
         sequences: Windows of the test part, spread evenly.
-        context: Tokens of a window.
+        context: Tokens of a window, special tokens in front not counted.
         sigmas: Standard deviations of the noise.
-        seed: Seed of whatever is drawn.
+        seed: Seed of all random draws.
         families: Families of perturbations, of `support_tokens.robustness.perturbations.set.FAMILIES`.
         others: Other corpora whose test part is read too.
         structure: Measure the structure of embeddings and of the first block's attention, where it can be read.
         device: As torch names it.
-        cache: Folder that keeps what was measured, for an evaluation that may be stopped.
-        progress: Draw a bar on stderr.
+        cache: Folder that keeps each measurement, so that a stopped evaluation can continue.
+        progress: Say the expected time and draw a bar on stderr.
 
     Raises:
-        ArgumentError: No folders, tokenizers that differ, a context longer than that of a model, or a device that
-            cannot be used here.
+        ArgumentError: There are no folders, tokenizers differ, a model cannot read the context, or the device cannot
+            be used here.
         DataError: The corpus cannot be read or is too short.
         RunFolderError: A folder holds no model.
     """
@@ -93,23 +72,34 @@ def evaluate_models(
     names = [path.name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
     if len(set(labels)) < len(labels):
-        raise ArgumentError("Each model may be given once, but one folder is there twice; leave one out.")
+        raise ArgumentError("Each model must be given once, received one folder twice; leave one out.")
     checked_device(device)
     tokenizer = _shared_tokenizer(paths)
+    prefix = special_prefix(tokenizer)
     for path in paths:
-        _check_context(path, context)
+        _check_context(path, context, len(prefix))
     corpus = load_corpus(data)
-    windows = held_out_windows(_encode(tokenizer, corpus.test, data), context, sequences)
-    held_out = EvaluationData(windows, spelling=TokenizerSpelling(tokenizer))
-    texts = [
-        DomainShift.of(name, held_out_windows(_encode(tokenizer, load_corpus(name).test, name), context, len(windows)))
-        for name in others
-    ]
+
+    def read(text: str, name: str, limit: int) -> Tensor:
+        windows = held_out_windows(_encode(tokenizer, text, name), context, limit)
+        return torch.cat((torch.tensor(prefix, dtype=torch.long).expand(len(windows), -1), windows), dim=1)
+
+    windows = read(corpus.test, data, sequences)
+    spelling = TokenizerSpelling(tokenizer)
+    held_out = EvaluationData(windows, spelling=spelling, prefix=len(prefix))
+    texts = [DomainShift.of(name, read(load_corpus(name).test, name, len(windows))) for name in others]
     chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
     load = lambda path: load_model(path, device=device)[0]  # noqa: E731
     models = {label: LazyModels(load, [path]) for label, path in zip(labels, paths, strict=True)}
     with progress_bar(enabled=progress) as bar:
-        measured = measure_arms(models, held_out, chosen, cache=None if cache is None else Path(cache), progress=bar)
+        measured = measure_arms(
+            models,
+            held_out,
+            chosen,
+            cache=None if cache is None else Path(cache),
+            progress=bar,
+            expect=say_expected if progress else None,
+        )
     figures = ()
     if structure:
         some = windows[:_STRUCTURE_WINDOWS].to(device)
@@ -124,46 +114,35 @@ def evaluate_models(
             "title": f"Models under perturbations: {corpus.name}",
             "evaluated_on": corpus.identity(),
             "context": context,
+            "special_tokens_in_front": tokenizer.convert_ids_to_tokens(prefix),
+            **(
+                {"reached_by_typos": reached_by_typos(windows[:, len(prefix) :].flatten().tolist(), spelling)}
+                if any(family.startswith("typos") for family in families)
+                else {}
+            ),
         },
     )
 
 
 def _shared_tokenizer(paths: Sequence[Path]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    found = []
-    for path in paths:
-        if not path.is_dir():
-            raise RunFolderError(f"there is no folder '{path}'; check the path.")
-        try:
-            with quiet_transformers():
-                found.append(AutoTokenizer.from_pretrained(path, local_files_only=True))
-        except Exception as error:  # transformers and tokenizers each raise their own, with no common root
-            reason = " ".join(str(error).split())[:300]
-            raise RunFolderError(f"the tokenizer in '{path}' cannot be read ({reason}); save it there.") from error
-    for path, tokenizer in zip(paths, found, strict=True):
-        if tokenizer.get_vocab() != found[0].get_vocab():
+    tokenizers = [load_tokenizer(path) for path in paths]
+    for path, tokenizer in zip(paths, tokenizers, strict=True):
+        if tokenizer.get_vocab() != tokenizers[0].get_vocab():
             raise ArgumentError(
                 f"models that are compared must share their tokenizer, since bits are per token, and those of "
                 f"'{paths[0]}' and '{path}' differ; evaluate them apart."
             )
-    return found[0]
+    return tokenizers[0]
 
 
-def _check_context(path: Path, context: int) -> None:
-    from transformers import AutoConfig
-
-    try:
-        with quiet_transformers():
-            config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(decoder=True)
-    except Exception as error:  # transformers raises whatever a strange configuration brings about
-        reason = " ".join(str(error).split())[:300]
-        raise RunFolderError(f"the model in '{path}' cannot be read ({reason}); save it there.") from error
+def _check_context(path: Path, context: int, special: int) -> None:
+    config = load_config(path).get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)  # n_positions of GPT-2 goes by this name too
-    if longest is not None and context > longest:
+    if longest is not None and context + special > longest:
+        in_front = f" with {special} special tokens in front" if special else ""
         raise ArgumentError(
-            f"context must be at most {longest} for the model in '{path}', the longest text it reads, received "
-            f"{context}; pass --context {longest}."
+            f"context must be at most {longest - special} for the model in '{path}', the longest text it reads"
+            f"{in_front}, received {context}; pass --context {longest - special}."
         )
 
 

@@ -1,7 +1,8 @@
 """What evaluations of runs and of models share: windows of held-out text, and a progress bar."""
 
-__all__ = ["held_out_windows", "progress_bar"]
+__all__ = ["held_out_windows", "progress_bar", "say_expected"]
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,3 +35,10 @@ def progress_bar(*, enabled: bool) -> Iterator[Progress]:
     with Bar(*columns, console=Console(stderr=True), disable=not enabled) as bar:
         task = bar.add_task("evaluation", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def say_expected(seconds: float) -> None:
+    """Prints on stderr how long an evaluation will take."""
+    minutes = seconds / 60
+    time = f"{minutes:.0f} minutes" if minutes >= 1.5 else f"{max(1, round(seconds))} seconds"
+    print(f"evaluation: expected time about {time}; --sequences and --sigma shorten it.", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Seeded, frozen perturbations under which models are compared: every arm meets exactly the same ones.
+"""Seeded, frozen perturbations under which models are compared; every arm is measured under exactly the same ones.
 
-A perturbation is a frozen value with a `record()` of plain JSON and one method, `applied(model, rms)`: a context in
-which the model is perturbed, that gives a function from the batch of the data to the batch which the model is to read.
-Embeddings are perturbed by a hook, texts by the returned batch, weights by the context itself. Whatever is drawn
-depends on the seed and on the place of a sequence in the data, never on arm or batch.
+A perturbation is a frozen value with a `record()` of plain JSON and one method, `applied(model, rms)`: a context
+manager that perturbs the model and yields a function from a batch of the data to the batch that the model reads.
+Embeddings are perturbed by a hook, texts by the returned batch, weights by the context itself. Random draws
+depend on the seed and on the index of a sequence in the data, never on the arm or the batch.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-r"""Embedding noise of the norm of Gaussian noise, in the direction that hurts this model most, found by gradient."""
+r"""Adversarial embedding noise: gradient ascent on the loss at the norm of Gaussian noise."""
 
 __all__ = ["AdversarialNoise"]
 
@@ -19,7 +19,7 @@ from support_tokens.robustness.perturbations.embeddings import ScaledNoise, chec
 
 @dataclass(frozen=True)
 class AdversarialNoise(ScaledNoise):
-    r"""The worst embedding noise found in `steps` gradient steps, of the expected norm of Gaussian noise of `sigma`.
+    r"""Worst embedding noise found in `steps` gradient steps, of the expected norm of Gaussian noise of `sigma`.
 
     The noise $\delta$ of a sequence of $T$ tokens is sought on the sphere
 
@@ -27,20 +27,19 @@ class AdversarialNoise(ScaledNoise):
        \lVert \delta_t \rVert = \sigma s \sqrt{D} \text{ at every } t \;\;(\texttt{norm="position"}), $$
 
     the root of the expected squared norm of `EmbeddingNoise(sigma, scale)`, with $s$ as there. Step 1 goes from the
-    clean embeddings along the gradient of the sequence's loss to the sphere (the fast gradient method in $L_2$); each
-    further step goes on by half the radius along the gradient at the present point, and back to the sphere. The point
-    of the largest loss counts, so more steps are never weaker. Nothing is random: there is no seed. The noise is found
-    with the gradient of the arm that it attacks, so arms meet the same attack and not the same noise.
+    clean embeddings along the gradient of the sequence's loss to the sphere (the fast gradient method in $L_2$). Each
+    further step moves by half the radius along the gradient at the current point and projects back to the sphere. The
+    point of the largest loss is used, so more steps are never weaker. There is no randomness and no seed. The noise
+    follows the gradient of the arm it attacks, so arms face the same attack, not the same noise.
 
     Args:
         sigma: As in `EmbeddingNoise`.
         scale: As in `EmbeddingNoise`.
-        steps: Gradient steps, at least 1; each is one forward and backward pass, and all but one step needs one
-            forward pass more.
-        norm: Whether the norm is spent over the whole sequence, or evenly over positions.
+        steps: Gradient steps, at least 1, each of one forward and backward pass.
+        norm: Whether the norm is that of the whole sequence, or the same at every position.
 
     Raises:
-        ArgumentError: A `sigma` that is not finite and positive, an unknown `scale` or `norm`, `steps` below 1.
+        ArgumentError: `sigma` is not finite and positive, `scale` or `norm` is unknown, or `steps` is below 1.
 
     References:
         Goodfellow et al. 2015 (arXiv:1412.6572); Madry et al. 2018 (arXiv:1706.06083).
@@ -57,10 +56,11 @@ class AdversarialNoise(ScaledNoise):
     def __post_init__(self) -> None:
         check_scaled_sigma(self.sigma, self.scale, "worst-case noise")
         if not (isinstance(self.steps, int) and self.steps >= 1):
-            raise ArgumentError(f"The steps of worst-case noise must be at least 1, not {self.steps!r}; pass 1.")
+            raise ArgumentError(f"The steps of worst-case noise must be at least 1, received {self.steps!r}; pass 1.")
         if self.norm not in ("sequence", "position"):
             raise ArgumentError(
-                f"The norm of worst-case noise must be that of the 'sequence' or of each 'position', not {self.norm!r}."
+                f"The norm of worst-case noise must be 'sequence' or 'position', received {self.norm!r}; "
+                "pass 'sequence'."
             )
 
     @property
@@ -75,9 +75,14 @@ class AdversarialNoise(ScaledNoise):
         """One curve for each scale, number of steps and norm."""
         return f"{self.kind}/{self.scale}/{self.norm}/{self.steps}"
 
+    @property
+    def passes(self) -> int:
+        """Cost in clean forward passes: three a gradient step, one to judge the last step, one to measure."""
+        return 3 * self.steps + (2 if self.steps > 1 else 1)
+
     @contextmanager
     def applied(self, model: nn.Module, rms: float) -> Iterator[Read]:
-        """Searches in the yielded function, and adds what was found in the forward pass that follows."""
+        """Searches in the yielded function, and adds the noise in the next forward pass."""
         deviation = self.deviation(rms)
         present: list[Tensor | None] = [None]
 

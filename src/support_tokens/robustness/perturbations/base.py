@@ -1,4 +1,4 @@
-"""The contract between perturbations and measurement: batches on their way into a model, and what is read of it."""
+"""The contract between perturbations and measurement: batches, and the loss of a model on them."""
 
 __all__ = [
     "Batch",
@@ -24,10 +24,10 @@ from support_tokens.errors import ArgumentError
 
 
 class Spelling(Protocol):
-    """The text of a token and the tokens of a text, for typos in tokens of more than one character."""
+    """Maps tokens to text and text to tokens, for typos in tokens of more than one character."""
 
     def text(self, token: int) -> str:
-        """What the token stands for."""
+        """Text of the token."""
         ...
 
     def tokens(self, text: str) -> list[int]:
@@ -37,16 +37,17 @@ class Spelling(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    r"""Sequences of the evaluation data on their way into a model.
+    r"""Sequences of the evaluation data as a model reads them.
 
     Args:
-        indices: `(B,)` place of each sequence in the evaluation data; what is drawn for a sequence depends on it alone.
+        indices: `(B,)` index of each sequence in the evaluation data; random draws for a sequence depend on it alone.
         input_ids: `(B, T)` token ids that the model reads.
         attention_mask: `(B, T)` 1 at tokens, 0 at padding (on the right).
         labels: `(B, T)` token ids that the model is scored on, aligned with `input_ids`: the one at t is predicted from
-            what stands before t; -100 is not scored.
-        units: `(B, T)` how many characters (or tokens) each label stands for; None: one.
-        spelling: Texts of the tokens, where they are not single characters.
+            the tokens before t; -100 is not scored.
+        units: `(B, T)` number of characters (or tokens) of each label; None: one.
+        spelling: Texts of the tokens; None if each is one character.
+        prefix: Special tokens at the beginning of each sequence, such as BOS; perturbations of the text keep them.
     """
 
     indices: Tensor
@@ -55,10 +56,11 @@ class Batch:
     labels: Tensor
     units: Tensor | None = None
     spelling: Spelling | None = None
+    prefix: int = 0
 
     @property
     def scored(self) -> Tensor:
-        """`(B, T - 1)`, True where a label is scored; the first token has nothing before it."""
+        """`(B, T - 1)`, True where a label is scored; the first token has no context."""
         return self.labels[:, 1:] != -100
 
 
@@ -67,7 +69,7 @@ Read = Callable[[Batch], Batch]
 
 @runtime_checkable
 class Perturbation(Protocol):
-    """What a perturbation offers: its name, the curve and the place on it where it belongs, its record, its effect."""
+    """A perturbation: its name, its place on a curve of degradation, its record and its effect."""
 
     kind: ClassVar[str]
 
@@ -78,17 +80,17 @@ class Perturbation(Protocol):
 
     @property
     def family(self) -> str:
-        """The curve of degradation that it is a point of; `clean` for none."""
+        """The curve of degradation that it belongs to; `clean` for none."""
         ...
 
     @property
     def strength(self) -> float:
-        """Its place on that curve; 0 is clean."""
+        """Its position on that curve; 0 is clean."""
         ...
 
     @property
     def axis(self) -> str:
-        """What strength means, with its unit, for an axis or the head of a table."""
+        """Meaning and unit of the strength, for an axis or a table header."""
         ...
 
     def record(self) -> dict[str, Any]:
@@ -128,7 +130,7 @@ class Clean:
 
     @property
     def axis(self) -> str:
-        """Nothing is measured."""
+        """`no perturbation`."""
         return "no perturbation"
 
     def record(self) -> dict[str, Any]:
@@ -147,8 +149,8 @@ def token_logits(model: nn.Module, batch: Batch, *, masked: bool = True) -> Tens
 
     Args:
         model: A causal language model of transformers.
-        batch: What it reads.
-        masked: Whether the model is told of the padding. Padding on the right changes no figure of a causal model.
+        batch: The batch to read.
+        masked: Whether to pass the attention mask. Padding on the right does not change a causal model's loss.
     """
     device = next(model.parameters()).device
     mask = {"attention_mask": batch.attention_mask.to(device)} if masked else {}
@@ -169,15 +171,15 @@ def token_nats(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def check_seed(seed: object, whose: str) -> None:
-    """Raises an ArgumentError for what is no seed."""
+    """Raises an ArgumentError unless `seed` is a whole number of at least 0."""
     if not (isinstance(seed, int) and seed >= 0):
-        raise ArgumentError(f"The seed of {whose} must be a whole number of at least 0, not {seed!r}; pass 0.")
+        raise ArgumentError(f"The seed of {whose} must be a whole number of at least 0, received {seed!r}; pass 0.")
 
 
 def check_share(share: object, whose: str) -> None:
-    """Raises an ArgumentError for what is no share above 0 and at most 1."""
+    """Raises an ArgumentError unless `share` is a number above 0 and at most 1."""
     if not (isinstance(share, int | float) and math.isfinite(share) and 0 < share <= 1):
         raise ArgumentError(
-            f"The share of {whose} must be a number above 0 and at most 1, not {share!r}; pass 0.05 for 5 %, say, or "
+            f"The share of {whose} must be a number above 0 and at most 1, received {share!r}; pass 0.05 for 5 %, or "
             "use Clean() for none."
         )

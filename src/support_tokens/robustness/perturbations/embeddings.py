@@ -1,4 +1,4 @@
-r"""Perturbations of the embeddings that enter the first block: Gaussian noise, and tokens that are dropped."""
+r"""Perturbations of the embeddings that enter the first block: Gaussian noise and dropped tokens."""
 
 __all__ = ["EmbeddingNoise", "ScaledNoise", "TokenDrop", "check_scaled_sigma", "standard_noise", "stream"]
 
@@ -19,7 +19,7 @@ from support_tokens.robustness.perturbations.base import Batch, Read, check_seed
 
 @dataclass(frozen=True)
 class ScaledNoise:
-    """What noise on embeddings shares: its size, and how it is recorded.
+    """Size and record of noise on embeddings.
 
     Args:
         sigma: Standard deviation, in units of the embeddings (`absolute`) or of their root mean square (`matched`).
@@ -56,8 +56,8 @@ class EmbeddingNoise(ScaledNoise):
     $$ x'_t = x_t + \sigma\, s\, \epsilon_t, \qquad \epsilon_t \sim N(0, I), $$
 
     with $s = 1$ (`absolute`) or the root mean square of the model's own clean embeddings on the evaluation data
-    (`matched`), without which larger embeddings alone would look robust. $\epsilon$ depends on `seed`, on the place
-    of the sequence in the data and on the position, and on nothing else: not on the arm, the batch or $\sigma$.
+    (`matched`), without which larger embeddings alone would look robust. $\epsilon$ depends on `seed`, on the index of
+    the sequence in the data and on the position only, not on the arm, the batch or $\sigma$.
 
     Args:
         sigma: Standard deviation, in units of the embeddings (`absolute`) or of their root mean square (`matched`).
@@ -65,7 +65,7 @@ class EmbeddingNoise(ScaledNoise):
         seed: Seed of the noise, a whole number of at least 0.
 
     Raises:
-        ArgumentError: A `sigma` that is not finite and positive, an unknown `scale`, a negative `seed`.
+        ArgumentError: `sigma` is not finite and positive, `scale` is unknown, or `seed` is negative.
 
     References:
         arXiv:2602.22271, experiments (absolute noise); the scale-matched form is this package's own check.
@@ -115,19 +115,19 @@ class EmbeddingNoise(ScaledNoise):
 
 @dataclass(frozen=True)
 class TokenDrop:
-    r"""Tokens of which the model sees nothing: their embeddings entering the first block are zero.
+    r"""Dropped tokens: their embeddings entering the first block are zero.
 
     Each position is dropped with probability `share`, by one uniform number a position that depends on `seed`, on the
-    place of the sequence and on the position; what is dropped at one share is dropped at every larger one. Length,
-    positions of the other tokens and targets stay as they are: the dropped token is still predicted from what stands
-    before it, and what follows is predicted without it.
+    index of the sequence and on the position, so a token dropped at one share is dropped at every larger one. Length,
+    positions of the other tokens and targets stay the same: a dropped token is still predicted from the tokens before
+    it, and later tokens are predicted without it. Special tokens in front, such as BOS, are never dropped.
 
     Args:
         share: Probability that a token is dropped, above 0 and at most 1.
         seed: Seed of the draws.
 
     Raises:
-        ArgumentError: A share out of range, a negative seed.
+        ArgumentError: `share` is out of range, or `seed` is negative.
 
     Example:
         >>> TokenDrop(0.05).name
@@ -178,7 +178,9 @@ class TokenDrop:
 
         def drop(x: Tensor) -> Tensor:
             drawn = np.stack([stream(self.seed, index, 1).random(x.shape[1]) for index in waiting[0].indices])
-            return x.masked_fill(torch.from_numpy(drawn < self.share).to(x.device).unsqueeze(-1), 0.0)
+            dropped = torch.from_numpy(drawn < self.share)
+            dropped[:, : waiting[0].prefix] = False
+            return x.masked_fill(dropped.to(x.device).unsqueeze(-1), 0.0)
 
         handle = hook_embeddings(model, drop)
         try:
@@ -190,12 +192,12 @@ class TokenDrop:
 def standard_noise(seed: int, indices: Tensor | Sequence[int], length: int, width: int) -> Tensor:
     r"""Standard normal noise that depends on seed, sequence and position only.
 
-    Each sequence has a stream of its own, read position by position, so neither the other sequences of a batch nor
-    what follows in the sequence changes it.
+    Each sequence has its own stream, read position by position, so neither the other sequences of a batch nor later
+    positions change it.
 
     Args:
         seed: Seed of the perturbation.
-        indices: `(B,)` places of the sequences in the evaluation data.
+        indices: `(B,)` indices of the sequences in the evaluation data.
         length: $T$.
         width: $D$.
 
@@ -207,14 +209,14 @@ def standard_noise(seed: int, indices: Tensor | Sequence[int], length: int, widt
         >>> bool((whole[1, :6] == part[0]).all())
         True
     """
-    # numpy's generators are used because their stream is one number after another: torch's fills in blocks, so that a
-    # longer sequence would change the noise at its beginning.
+    # numpy's generators yield one number after another. Torch's fill in blocks, so a longer sequence would change the
+    # noise at its beginning.
     rows = [stream(seed, index).standard_normal((length, width), dtype=np.float32) for index in indices]
     return torch.from_numpy(np.stack(rows))
 
 
 def stream(seed: int, index: Tensor | int, *purpose: int) -> np.random.Generator:
-    """The random numbers of one sequence; those of another purpose are others.
+    """The random numbers of one sequence; another purpose has another stream.
 
     Example:
         >>> stream(0, 3).random() == stream(0, 3).random(), stream(0, 3).random() == stream(0, 3, 1).random()
@@ -224,14 +226,14 @@ def stream(seed: int, index: Tensor | int, *purpose: int) -> np.random.Generator
 
 
 def check_scaled_sigma(sigma: object, scale: object, whose: str) -> None:
-    """Raises an ArgumentError for a `sigma` that is not finite and positive, or an unknown `scale`."""
+    """Raises an ArgumentError if `sigma` is not finite and positive, or `scale` is unknown."""
     if not (isinstance(sigma, int | float) and math.isfinite(sigma) and sigma > 0):
         raise ArgumentError(
-            f"The sigma of {whose} must be a finite number above 0, not {sigma!r}; pass 0.5, say, "
+            f"The sigma of {whose} must be a finite number above 0, received {sigma!r}; pass 0.5, say, "
             "or use Clean() for none."
         )
     if scale not in ("absolute", "matched"):
         raise ArgumentError(
-            f"The scale of {whose} must be 'absolute' or 'matched', not {scale!r}; "
+            f"The scale of {whose} must be 'absolute' or 'matched', received {scale!r}; "
             "'matched' measures sigma in units of the root mean square of the embeddings."
         )

@@ -1,4 +1,4 @@
-r"""A frozen set of perturbations, described as JSON and known by its checksum."""
+r"""A frozen set of perturbations, described as JSON and identified by its checksum."""
 
 __all__ = ["FAMILIES", "PerturbationSet", "chosen_perturbations", "standard_perturbations"]
 
@@ -23,13 +23,13 @@ _GENERATOR = "numpy PCG64, one stream a sequence, SeedSequence((seed, sequence))
 
 @dataclass(frozen=True)
 class PerturbationSet:
-    r"""A frozen set of perturbations, the same for all arms, known by its checksum.
+    r"""A frozen set of perturbations, the same for all arms, identified by its checksum.
 
     Args:
-        items: The perturbations, of unique names. `Clean` comes first, and is put in where it is missing.
+        items: The perturbations, of unique names. `Clean` comes first, and is added if it is missing.
 
     Raises:
-        ArgumentError: Something that is no perturbation, or two of one name.
+        ArgumentError: An item is no perturbation, or two have one name.
 
     Example:
         >>> chosen = PerturbationSet((EmbeddingNoise(0.5),))
@@ -46,19 +46,22 @@ class PerturbationSet:
         for item in items:
             if not isinstance(item, Perturbation):
                 raise ArgumentError(
-                    f"A perturbation set takes perturbations such as EmbeddingNoise(0.5), not {item!r}."
+                    f"Items of a perturbation set must be perturbations, received {item!r}; pass "
+                    "EmbeddingNoise(0.5), say."
                 )
         if not any(item.kind == Clean.kind for item in items):
             items = (Clean(), *items)
         names = [item.name for item in items]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ArgumentError(f"The names in a perturbation set must be unique, but {twice[0]!r} is there twice.")
+            raise ArgumentError(
+                f"The names in a perturbation set must be unique, received {twice[0]!r} twice; leave one out."
+            )
         object.__setattr__(self, "items", tuple(sorted(items, key=lambda item: item.kind != Clean.kind)))
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of the canonical JSON of what defines the set, the generator of the noise included."""
+        """SHA-256 of the canonical JSON of everything that defines the set, including the random generator."""
         defined = {"generator": _GENERATOR, "items": [item.record() for item in self.items]}
         return hashlib.sha256(json.dumps(defined, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
@@ -71,24 +74,29 @@ class PerturbationSet:
         """The set that `record` describes.
 
         Raises:
-            ArgumentError: An unknown kind, unknown parameters, or a checksum that does not belong to the description.
+            ArgumentError: A kind or parameter is unknown, or the checksum does not match the description.
         """
         items = []
         for entry in record.get("items", ()):
             kind, parameters = entry.get("kind"), {key: value for key, value in entry.items() if key != "kind"}
             if kind not in _KINDS:
-                raise ArgumentError(f"Perturbations are of kind {', '.join(sorted(_KINDS))}, not {kind!r}.")
+                raise ArgumentError(
+                    f"The kind of a perturbation must be one of {', '.join(sorted(_KINDS))}, received {kind!r}; "
+                    "check the record."
+                )
             try:
                 items.append(_KINDS[kind](**parameters))
             except TypeError as error:
-                raise ArgumentError(f"The perturbation {entry!r} cannot be made: {error}.") from error
-        made = cls(tuple(items))
-        if record.get("checksum") != made.checksum:
+                raise ArgumentError(
+                    f"The perturbation {entry!r} has wrong parameters ({error}); check the record."
+                ) from error
+        perturbations = cls(tuple(items))
+        if record.get("checksum") != perturbations.checksum:
             raise ArgumentError(
-                f"The perturbation set was recorded with checksum {record.get('checksum')!r} but its description has "
-                f"{made.checksum!r}; it was edited or belongs to another version, so make it anew."
+                f"The checksum of the perturbation set is recorded as {record.get('checksum')!r}, but its description "
+                f"has {perturbations.checksum!r}; it was edited or belongs to another version, so create it again."
             )
-        return made
+        return perturbations
 
 
 def standard_perturbations(sigmas: Sequence[float] = (0.1, 0.25, 0.5, 1.0), *, seed: int = 0) -> PerturbationSet:
@@ -121,11 +129,10 @@ FAMILIES: dict[str, Callable[[Sequence[float], int], list[Perturbation]]] = {
         Typos(share, operation, seed) for operation in ("replace", "drop", "insert", "swap") for share in _SHARES
     ],
     "token-drop": lambda sigmas, seed: [TokenDrop(share, seed) for share in _SHARES],
-    "rounding": lambda sigmas, seed: [Quantization(bits) for bits in (8, 4)],
+    "rounding": lambda sigmas, seed: [Quantization(bits) for bits in (8, 4, 3)],
 }
-"""Groups of perturbations by name, made from the sigmas of the noise and a seed: what `evaluate --perturb` offers,
-besides text of other corpora. Worst-case noise is tried at a tenth of the sigmas, where it does what Gaussian noise of
-the whole sigma does."""
+"""Groups of perturbations by name, made from the sigmas of the noise and a seed; the choices of `evaluate --perturb`.
+Worst-case noise has a tenth of the sigmas, where its effect is about that of Gaussian noise of the whole sigma."""
 
 
 def chosen_perturbations(
@@ -140,19 +147,22 @@ def chosen_perturbations(
     Args:
         families: Names of `FAMILIES`.
         sigmas: Standard deviations of the noise, used on both scales.
-        seed: Seed of everything that is drawn.
+        seed: Seed of all random draws.
         others: Further perturbations, such as `DomainShift`.
 
     Raises:
-        ArgumentError: An unknown family, or a value out of range.
+        ArgumentError: A family is unknown, or a value is out of range.
 
     Example:
         >>> len(chosen_perturbations(("typos", "rounding")).items)
-        6
+        7
     """
     for family in families:
         if family not in FAMILIES:
-            raise ArgumentError(f"Families of perturbations are {', '.join(FAMILIES)}, not {family!r}; choose of them.")
+            raise ArgumentError(
+                f"A family of perturbations must be one of {', '.join(FAMILIES)}, received {family!r}; choose "
+                "one of them."
+            )
     made = [perturbation for family in dict.fromkeys(families) for perturbation in FAMILIES[family](sigmas, seed)]
     return PerturbationSet((Clean(), *made, *others))
 

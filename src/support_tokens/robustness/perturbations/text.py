@@ -1,7 +1,8 @@
-r"""Perturbations of the text: typos, with the clean text as target, and text of another corpus."""
+r"""Perturbations of the text: typos with the clean text as target, and text of another corpus."""
 
-__all__ = ["DomainShift", "Typos", "misspell"]
+__all__ = ["DomainShift", "Typos", "misspell", "reached_by_typos"]
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -22,23 +23,22 @@ _EDITS = ("replace", "drop", "insert", "swap")
 
 @dataclass(frozen=True)
 class Typos:
-    r"""Typos in the text that is read; what is predicted stays the clean text.
+    r"""Typos in the text that is read; the clean text is still predicted.
 
     Each character but the first of a sequence is hit with probability `share` and then replaced by another, dropped,
     followed by an inserted one, or swapped with its right neighbour (`mixed`: one of the four, evenly). Other
-    characters come from the same sequence, so they are as frequent as in the text. All draws of a character are made
-    whether it is hit or not: what is hit at one share is hit alike at every larger one.
+    characters come from the same sequence, so they are as frequent as in the text. All random numbers of a character
+    are drawn whether it is hit or not, so a character hit at one share is hit in the same way at every larger one.
 
-    A model is scored on the **clean token $c_j$ given the corrupted form of what stands before it**, wherever that is
-    defined: not where the swap has shown a part of $c_j$ already, nor where the token before $c_j$ was dropped and its
-    place is taken (there the dropped token itself is asked for). An inserted or replaced character is never a target.
-    Which tokens are scored depends on the draws alone, so all arms are scored on the same ones, and bits are per clean
-    character of the scored tokens. The corrupted text is cut at the length of the clean one, padded where it is
-    shorter.
+    A model is scored on the **clean token $c_j$ given the corrupted text before it**, wherever that is defined: not if
+    a swap has already shown a part of $c_j$, nor if the token before $c_j$ was dropped and its place is taken (there
+    the dropped token is predicted). An inserted or replaced character is never a target. The scored tokens depend on
+    the draws alone, so they are the same for all arms, and bits are per clean character of the scored tokens. The
+    corrupted text is cut to the length of the clean one, or padded if it is shorter.
 
-    Tokens that are single characters are edited as they are. Where the batch has a `spelling`, the text of a token is
-    edited and tokenized again by itself, so that every clean token keeps a place to be predicted at; tokens that do not
-    spell back to themselves (parts of a character, special tokens) are left alone.
+    Tokens that are single characters are edited directly. If the batch has a `spelling`, the text of a token is edited
+    and tokenized again by itself, so every clean token keeps a place where it is predicted. Tokens that do not spell
+    back to themselves, such as parts of a character, are kept; `reached_by_typos` says how many characters are not.
 
     Args:
         share: Probability that a character is hit, above 0 and at most 1.
@@ -46,7 +46,7 @@ class Typos:
         seed: Seed of the draws.
 
     Raises:
-        ArgumentError: A share out of range, an unknown operation, a negative seed.
+        ArgumentError: `share` is out of range, `operation` is unknown, or `seed` is negative.
 
     Example:
         >>> Typos(0.05).name, Typos(0.01, "swap").name
@@ -63,7 +63,8 @@ class Typos:
         check_seed(self.seed, "typos")
         if self.operation not in get_args(Operation):
             raise ArgumentError(
-                f"The operation of typos must be one of {', '.join(get_args(Operation))}, not {self.operation!r}."
+                f"The operation of typos must be one of {', '.join(get_args(Operation))}, received {self.operation!r}; "
+                "pass one of them."
             )
 
     @property
@@ -92,7 +93,7 @@ class Typos:
 
     @contextmanager
     def applied(self, model: nn.Module, rms: float) -> Iterator[Read]:
-        """Corrupts the batch; the model stays as it is."""
+        """Corrupts the batch; the model is not changed."""
         del model, rms
         yield self._corrupted
 
@@ -102,18 +103,19 @@ class Typos:
         return replace(batch, input_ids=ids, attention_mask=mask, labels=labels, units=units)
 
     def _row(self, batch: Batch, row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        length = batch.input_ids.shape[1]
-        tokens = batch.input_ids[row, : int(batch.attention_mask[row].sum())].tolist()
+        length, prefix = batch.input_ids.shape[1], batch.prefix
+        tokens = batch.input_ids[row, prefix : int(batch.attention_mask[row].sum())].tolist()
         pieces, origins = misspell(
             tokens, self.share, self.operation, stream(self.seed, batch.indices[row], 2), batch.spelling
         )
         clean_units = torch.ones_like(batch.input_ids[row]) if batch.units is None else batch.units[row]
-        # Padded by a token of the text: transformers warns of a pad token that no mask covers.
+        # Padded by a token of the text, since transformers warns of a pad token that no mask covers.
         ids = torch.full((length,), tokens[0], dtype=torch.long)
+        ids[:prefix] = batch.input_ids[row, :prefix]
         labels, units = (torch.zeros(length, dtype=torch.long) for _ in range(2))
         labels[:] = -100
-        place = 0
-        for token, (piece, asked) in enumerate(zip(pieces, origins, strict=True)):
+        place = prefix
+        for token, (piece, asked) in enumerate(zip(pieces, origins, strict=True), start=prefix):
             if place >= length:
                 break
             if asked and int(labels[place]) == -100:
@@ -132,7 +134,7 @@ def misspell(
     draws: np.random.Generator,
     spelling: Spelling | None = None,
 ) -> tuple[list[list[int]], list[bool]]:
-    r"""The corrupted form of each token, and whether the token can be asked for before its form.
+    r"""The corrupted form of each token, and whether the token can be predicted before its form.
 
     Args:
         tokens: A clean sequence, without padding.
@@ -142,8 +144,8 @@ def misspell(
         spelling: Texts of the tokens; None: each is one character.
 
     Returns:
-        For each token the ids that stand in its place, none where it is dropped; and False where what stands before it
-        shows a part of it.
+        For each token the ids that take its place, none if it is dropped; and False if the text before it shows a part
+        of it.
 
     Example:
         >>> misspell([5, 6, 7], 1.0, "drop", np.random.default_rng(0))
@@ -189,8 +191,20 @@ def misspell(
     ], asked
 
 
+def reached_by_typos(tokens: Sequence[int], spelling: Spelling) -> float:
+    """Fraction of the characters of a text that typos can hit: those of tokens that spell back to themselves.
+
+    Args:
+        tokens: The text, without special tokens.
+        spelling: Texts of the tokens.
+    """
+    counts = {token: count * max(1, len(spelling.text(token))) for token, count in Counter(tokens).items()}
+    reached = sum(count for token, count in counts.items() if spelling.tokens(spelling.text(token)) == [token])
+    return reached / sum(counts.values())
+
+
 def _symbols(token: int, spelling: Spelling | None) -> list[Any]:
-    """The characters of a token, or the token itself where it cannot be edited."""
+    """The characters of a token, or the token itself if it cannot be edited."""
     if spelling is None:
         return [token]
     text = spelling.text(token)
@@ -203,22 +217,23 @@ def _respelled(form: list[Any], spelling: Spelling) -> list[int]:
 
 
 def _another(symbol: Any, pool: list[Any], start: int) -> Any:
-    """The first of the pool from `start` on, around, that is not `symbol`; the symbol where there is no other."""
+    """The first of the pool that is not `symbol`, cyclically from `start`; the symbol itself if there is no other."""
     turned = pool[start:] + pool[:start]
     return next((other for other in turned if other != symbol), symbol)
 
 
 @dataclass(frozen=True)
 class DomainShift:
-    r"""Shift of domain: the model reads the held-out text of another corpus.
+    r"""Domain shift: the model reads the held-out text of another corpus.
 
-    Sequence n of the data gives way to sequence n of the other text, whose figures are per character (or token) of its
-    own. A ratio to clean then says how much harder the other text is for the model.
+    Sequence n of the data is replaced by sequence n of the other text, and figures are per character (or token) of the
+    other text. The ratio to clean says how much harder that text is for the model.
 
     Args:
         corpus: Name of the other corpus.
         checksum: SHA-256 of its token ids, as `of` computes it.
-        input_ids: `(N, T)` token ids; None in a set that was read from JSON, which describes and cannot be applied.
+        input_ids: `(N, T)` token ids, with the same special tokens in front as the data; None in a set that was read
+            from JSON, which cannot be applied.
         units: `(N, T)` characters of each token; None: one.
 
     Example:
@@ -234,7 +249,7 @@ class DomainShift:
 
     @classmethod
     def of(cls, corpus: str, input_ids: Tensor, units: Tensor | None = None) -> "DomainShift":
-        """The perturbation of these token ids."""
+        """The perturbation with these token ids."""
         ids = input_ids.long().cpu().contiguous()
         return cls(corpus, sha256(str(tuple(ids.shape)).encode() + ids.numpy().tobytes()).hexdigest(), ids, units)
 
@@ -255,7 +270,7 @@ class DomainShift:
 
     @property
     def axis(self) -> str:
-        """0 is the text itself, 1 the other."""
+        """0 is the own text, 1 the other."""
         return "0: own text, 1: other text"
 
     def record(self) -> dict[str, Any]:
@@ -264,23 +279,25 @@ class DomainShift:
 
     @contextmanager
     def applied(self, model: nn.Module, rms: float) -> Iterator[Read]:
-        """Gives the sequences of the other text in place of those of the data."""
+        """Replaces the sequences of the data by those of the other text."""
         del model, rms
         ids = self.input_ids
         if ids is None:
             raise ArgumentError(
-                f"The text of '{self.corpus}' is needed to apply the perturbation, and only its checksum is there; "
-                "make it with DomainShift.of(corpus, input_ids)."
+                f"The text of '{self.corpus}' is required to apply the perturbation, received its checksum only; "
+                "use DomainShift.of(corpus, input_ids)."
             )
 
         def read(batch: Batch) -> Batch:
             if int(batch.indices.max()) >= len(ids):
                 raise ArgumentError(
-                    f"The text of '{self.corpus}' must have as many sequences as the evaluation data, but has "
+                    f"The text of '{self.corpus}' must have as many sequences as the evaluation data, received "
                     f"{len(ids)}; evaluate on fewer sequences."
                 )
             rows = ids[batch.indices]
             units = None if self.units is None else self.units[batch.indices]
-            return replace(batch, input_ids=rows, attention_mask=torch.ones_like(rows), labels=rows, units=units)
+            labels = rows.clone()
+            labels[:, : batch.prefix + 1] = -100
+            return replace(batch, input_ids=rows, attention_mask=torch.ones_like(rows), labels=labels, units=units)
 
         yield read

@@ -1,4 +1,4 @@
-r"""Weights rounded to few bits, as a model is stored by those who have little memory."""
+r"""Quantization of the weights to few bits."""
 
 __all__ = ["Quantization", "round_channels"]
 
@@ -16,20 +16,20 @@ from support_tokens.robustness.perturbations.base import Read
 
 @dataclass(frozen=True)
 class Quantization:
-    r"""Every matrix of weights rounded to `bits` bits, symmetric and apart for each output channel $c$.
+    r"""Every weight matrix rounded to `bits` bits, symmetrically, with one scale for each output channel $c$.
 
     $$ w'_{c} = s_c\, \mathrm{round}(w_c / s_c), \qquad s_c = \frac{\max_i |w_{ci}|}{2^{b-1} - 1}. $$
 
     Matrices are all floating-point parameters of two or more dimensions, tied ones once. The output channel of a linear
-    layer is a row of `(out, in)`, that of a `Conv1D` of GPT-2 a column of `(in, out)`, that of an embedding a token;
-    gains, biases and other vectors are kept, as quantisers do. Rounding happens in place, and the very bits that were
-    there are put back afterwards.
+    layer is a row of `(out, in)`, that of GPT-2's `Conv1D` a column of `(in, out)`, that of an embedding a token.
+    Gains, biases and other vectors are kept, as usual in quantization. Weights are rounded in place and restored
+    exactly afterwards.
 
     Args:
         bits: Bits of a weight, 2 to 16.
 
     Raises:
-        ArgumentError: `bits` out of range.
+        ArgumentError: `bits` is out of range.
 
     Example:
         >>> Quantization(4).name, Quantization(4).strength
@@ -41,7 +41,9 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.bits, int) and 2 <= self.bits <= 16):
-            raise ArgumentError(f"The bits of rounded weights must be a whole number from 2 to 16, not {self.bits!r}.")
+            raise ArgumentError(
+                f"The bits of rounded weights must be a whole number from 2 to 16, received {self.bits!r}; pass 8."
+            )
 
     @property
     def name(self) -> str:
@@ -55,12 +57,12 @@ class Quantization:
 
     @property
     def strength(self) -> float:
-        """The step of rounding, as a share of the largest weight of the channel."""
+        """Rounding step as a fraction of the largest weight of the channel."""
         return 1 / (2 ** (self.bits - 1) - 1)
 
     @property
     def axis(self) -> str:
-        """The step of rounding."""
+        """Rounding step, with its unit."""
         return "rounding step / largest weight of the channel"
 
     def record(self) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class Quantization:
 
     @contextmanager
     def applied(self, model: nn.Module, rms: float) -> Iterator[Read]:
-        """Rounds, and puts the weights back when the context ends, also after an error."""
+        """Rounds the weights, and restores them when the context ends, also after an error."""
         del rms
         kept: list[tuple[nn.Parameter, Tensor]] = []
         try:
@@ -98,7 +100,7 @@ def round_channels(weight: Tensor, bits: int, channel: int = 0) -> Tensor:
                 [0., 0.]])
     """
     others = [d for d in range(weight.dim()) if d != channel]
-    # In float32, since the scale of a channel in bfloat16 would itself be off by more than the step of 8 bits.
+    # In float32, since a scale in bfloat16 would be off by more than the step of 8 bits.
     exact = weight.float()
     step = exact.abs().amax(others, keepdim=True) / (2 ** (bits - 1) - 1)
     rounded = torch.where(step > 0, step * (exact / step.clamp_min(torch.finfo(torch.float32).tiny)).round(), exact)
