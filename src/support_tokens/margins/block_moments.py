@@ -190,7 +190,7 @@ def _moments_at(blocks: JacobianBlocks, shared: _Shared, positions: Rows) -> tup
         own = own.transpose(1, 2).flatten(0, 1)  # (N, H)
         trace = trace + own @ shared.own_trace
         square = square + (own * (2 * linear[:, 1:] + own @ shared.own_square)).sum(-1)
-    if left is not None:
+    if left is not None and right is not None:
         left, right = left.flatten(0, 1), right.flatten(0, 1)  # (N, K, r) and (N, r, D)
         inner = (right @ shared.query.mT).unflatten(-1, (heads, -1)).permute(2, 0, 3, 1)  # (H, N, R, r)
         inner = (by_head @ inner).permute(1, 3, 0, 2)  # (N, r, H, Rv)
@@ -200,7 +200,7 @@ def _moments_at(blocks: JacobianBlocks, shared: _Shared, positions: Rows) -> tup
         inner = 2 * inner.flatten(2) + (right @ right.mT) @ left.mT
         trace = trace + ((right @ shared.output) * left.mT).sum((-2, -1))
         square = square + ((left.mT @ shared.by_output) * inner).sum((-2, -1))
-    if state.output_norm is not None:
+    if state.output_norm is not None and state.output is not None:
         # The norm takes F to (O F + u (F^T f)^T) / s, with u a column and f of the state's own W_O.
         norm = state.output_norm.at(positions)
         column = (-norm.gain * norm.direction / state.width).flatten(0, 1)
@@ -211,7 +211,7 @@ def _moments_at(blocks: JacobianBlocks, shared: _Shared, positions: Rows) -> tup
         if own is not None:
             weighted = (vectors_by_head * own[:, None, :, None]).unflatten(2, (len(shared.value) // height, -1))
             through = through + weighted.sum(3).flatten(2) @ shared.value
-        if left is not None:
+        if left is not None and right is not None:
             through = through + (vectors @ left) @ right
         along, with_output = through.unbind(1)
         scale = norm.inverse_scale.flatten()
