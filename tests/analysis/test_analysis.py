@@ -13,7 +13,7 @@ from support_tokens.analysis import FIGURES, MarginReport, analyze, analyze_text
 from support_tokens.analysis import texts as module
 from support_tokens.errors import ArgumentError, DataError, NumericalError, RunFolderError
 from support_tokens.margins import view_sign
-from support_tokens.models import build_small_gpt, character_tokenizer, in_turn, model_margins
+from support_tokens.models import build_small_gpt, character_tokenizer, decoder_blocks, in_turn, model_margins
 from tiny_models import attention_jacobians, everything_in_float64, tiny_model
 
 IDS = [3, 7, 1, 12, 5, 5, 9]
@@ -204,6 +204,19 @@ def test_figures_can_be_left_out() -> None:
         assert {getattr(t, name) for t in one} == {None}
         for other in set(names) - {name}:
             assert [getattr(t, other) for t in one] == [getattr(t, other) for t in whole]
+
+
+def test_no_block_below_the_deepest_that_is_read_runs_for_margins_alone() -> None:
+    model, ran = tiny_model("gpt2"), []
+    blocks = decoder_blocks(model)
+    for place, block in enumerate(blocks):
+        block.register_forward_hook(lambda *_, place=place: ran.append(place))
+    margins = analyze(model, Numbers(), IDS, layers=(0,), without=FIGURES).select().tokens
+    assert ran == [0]
+    ran.clear()
+    whole = analyze(model, Numbers(), IDS, layers=(0,)).select().tokens
+    assert set(ran) == set(range(len(blocks)))
+    assert [token.log_abs_det for token in margins] == [token.log_abs_det for token in whole]
 
 
 @pytest.fixture

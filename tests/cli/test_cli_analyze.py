@@ -132,7 +132,7 @@ def test_what_was_done_is_written_when_interrupted(monkeypatch, capsys, tmp_path
         (["--text", "a", "--layers", "x"], "--layers must be like"),
         (["--text", "a", "--layers", ""], "one block or more"),
         (["--text", "a", "--view", "both"], "view must be"),
-        (["--text", "a", "--skip", "margin"], "received 'margin'"),
+        (["--text", "a", "--figures", "margin"], "--figures may name sigma_min"),
         (["--text", "a", "--dtype", "float16"], "dtype must be one of"),
         (["--text", "a", "--device", "toaster"], "device must be one that torch knows"),
         (["--text", "a", "--gguf-file", "x.gguf"], "there is no file"),
@@ -163,6 +163,49 @@ def test_text_that_is_not_utf8(monkeypatch, capsys, tmp_path, model) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes("Grüße".encode("latin-1"))
     failed(run(monkeypatch, "analyze", "--model", model, "--text-file", path), capsys.readouterr(), "is not UTF-8")
+
+
+def test_a_byte_order_mark_is_no_token(monkeypatch, tmp_path, model) -> None:
+    path, out = tmp_path / "text.txt", tmp_path / "report.json"
+    path.write_bytes(b"\xef\xbb\xbfabc")
+    assert run(monkeypatch, "analyze", "--model", model, "--text-file", path, "--json", out) == 0
+    assert [token.token for token in MarginReport.from_json(out).select().tokens] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("row", [{"text": ""}, {"tokens": []}])
+def test_an_empty_text_is_skipped_and_said_and_the_others_are_analyzed(
+    monkeypatch, capsys, tmp_path, model, row
+) -> None:
+    lines, out = tmp_path / "texts.jsonl", tmp_path / "report.json"
+    lines.write_text("\n".join(map(json.dumps, [{"text": "abc"}, row, {"text": "ab"}])))
+    code = run(monkeypatch, "analyze", "--model", model, "--jsonl", lines, "--json", out)
+    assert code == 1
+    assert "support-tokens: 1 of 3 texts had no tokens and were skipped (line 2)." in capsys.readouterr().err
+    assert [text.name for text in MarginReport.from_json(out).record.texts] == ["line 1", "line 3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [
+        ((), {"surprisal_nats"}),
+        (("--figures", "none"), set()),
+        (("--figures", "sigma_min, per_head"), {"sigma_min", "per_head"}),
+        (("--figures", "all"), {"surprisal_nats", "sigma_min", "gradient_share", "coupling_sign", "per_head"}),
+    ],
+)
+def test_figures_are_cheap_unless_they_are_asked_for(monkeypatch, tmp_path, model, words, there) -> None:
+    out = tmp_path / "report.json"
+    assert run(monkeypatch, "analyze", "--model", model, "--text", "abc", *words, "--json", out) == 0
+    token = MarginReport.from_json(out).select().tokens[2]
+    names = ("surprisal_nats", "sigma_min", "gradient_share", "coupling_sign", "per_head")
+    assert {name for name in names if getattr(token, name) is not None} == there
+
+
+@pytest.mark.parametrize("kind", ["json", "html", "png", "parquet", "compare-html"])
+def test_a_folder_in_place_of_a_file_is_told_before_any_work(monkeypatch, capsys, tmp_path, kind) -> None:
+    words = ["--model", "no/such/model", "--text", "abc", f"--{kind}", tmp_path]
+    words += ["--compare", "none.json"] if kind == "compare-html" else []
+    failed(run(monkeypatch, "analyze", *words), capsys.readouterr(), f"--{kind} must be a file to write")
 
 
 def test_a_separator_of_lines_within_a_text_ends_no_line(monkeypatch, tmp_path, model) -> None:

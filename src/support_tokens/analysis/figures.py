@@ -2,15 +2,16 @@ r"""All figures of the tokens of one batch of windows, as lists of Python number
 
 __all__ = ["FIGURES", "Measured", "check_figures", "measure_windows"]
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError, NumericalError
 from support_tokens.margins import rankable_positions
-from support_tokens.models import MarginReader, capture_attention, text_inputs
+from support_tokens.models import MarginReader, capture_attention, decoder_blocks, text_inputs
 from support_tokens.report.records import Window
 
 FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprisal_nats")
@@ -74,15 +75,16 @@ def measure_windows(
         input_ids[row, : len(own)] = torch.tensor(own)
         mask[row, : len(own)] = 1
     input_ids, mask = input_ids.to(device), mask.to(device)
+    inputs = text_inputs(model, input_ids, mask)
+    surprisals: list[list[float | None] | None] = [None for _ in windows]
     with capture_attention(model, layers=layers) as captured:
-        inputs = text_inputs(model, input_ids, mask)
-        logits = model(**inputs).logits
+        if "surprisal_nats" in figures:
+            logits = model(**inputs).logits
+            surprisals = [_surprisals(logits[row], input_ids[row], window) for row, window in enumerate(windows)]
+            del logits
+        else:
+            _run_blocks(model, max(captured.layers), inputs)
     states = captured.states(inputs["attention_mask"])
-    surprisals = [
-        _surprisals(logits[row], input_ids[row], window) if "surprisal_nats" in figures else None
-        for row, window in enumerate(windows)
-    ]
-    del logits
     counts = [window.stop - window.first for window in windows]
     # Only new tokens are read; a shorter window repeats its last position.
     positions = torch.tensor(
@@ -103,6 +105,25 @@ def measure_windows(
             for row, count in enumerate(counts):
                 found[row][layer, view] = _measured({name: part[row, :count] for name, part in parts.items()}, layer)
     return found, surprisals
+
+
+class _Reached(Exception):
+    """The deepest block that is read has run."""
+
+
+def _run_blocks(model: nn.Module, deepest: int, inputs: Mapping[str, Any]) -> None:
+    """A forward pass up to a block and no further: what comes after it changes no margin."""
+
+    def stop(*_: object) -> None:
+        raise _Reached
+
+    handle = decoder_blocks(model)[deepest].register_forward_hook(stop)
+    try:
+        model(**inputs)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
 
 
 def _measured(parts: dict[str, Tensor], layer: int) -> Measured:

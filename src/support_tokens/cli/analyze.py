@@ -48,9 +48,13 @@ def analyze(
         int | None, typer.Option(help="Tokens that a window repeats as context; by default a quarter of it.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows in one forward pass.")] = 4,
-    skip: Annotated[
-        str, typer.Option(help="Figures to skip: sigma_min, gradient_share, coupling_sign, per_head, surprisal_nats.")
-    ] = "",
+    figures: Annotated[
+        str,
+        typer.Option(
+            help="Figures beside the margins: surprisal_nats (cheap), sigma_min, gradient_share, coupling_sign, "
+            "per_head; or all, none."
+        ),
+    ] = "surprisal_nats",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_: Annotated[Path | None, typer.Option("--json", help="Record to write.", rich_help_panel="Output")] = None,
@@ -83,6 +87,8 @@ def analyze(
         ("--compare-json", compare_json), ("--compare-html", compare_html),
     )  # fmt: skip
     console = Console()
+    texts: dict[str, str | list[int]] = {}
+    empty: list[str] = []
     with writable(*files):
         earlier = None if compare is None else MarginReport.from_json(compare)
         if record is not None:
@@ -92,10 +98,10 @@ def analyze(
                 )
             report = MarginReport.from_json(record)
         else:
-            texts = _texts(text, text_file, jsonl)
+            texts, empty = _texts(text, text_file, jsonl)
             report = _analyzed(
                 model, gguf_file, texts, layers, dtype, device, views=split_words(view), window=window,
-                overlap=overlap, batch_size=batch_size, without=split_words(skip),
+                overlap=overlap, batch_size=batch_size, without=_not_wanted(figures),
             )  # fmt: skip
         _write(report, json_, parquet, html, png, svg, k)
         if earlier is None:
@@ -110,6 +116,27 @@ def analyze(
         result = "what was done is written" if written else "what was done is shown above"
         print(f"support-tokens: interrupted; {result}, and the record says that it is not complete.", file=sys.stderr)
         raise typer.Exit(130)
+    if empty:
+        names = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+        print(
+            f"support-tokens: {len(empty)} of {len(empty) + len(texts)} texts had no tokens and were skipped "
+            f"({names}).",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
+
+
+def _not_wanted(figures: str) -> tuple[str, ...]:
+    """The figures that `--figures` leaves out."""
+    from support_tokens.analysis import FIGURES
+
+    names = {"all": FIGURES, "none": ()}.get(figures, split_words(figures))
+    unknown = [name for name in names if name not in FIGURES]
+    if unknown:
+        raise ArgumentError(
+            f"--figures may name {', '.join(FIGURES)}, all or none, received {unknown[0]!r}; choose of these."
+        )
+    return tuple(name for name in FIGURES if name not in names)
 
 
 def _analyzed(model, gguf_file, texts, layers, dtype, device, **options) -> "MarginReport":
@@ -154,7 +181,10 @@ def _compare(earlier: "MarginReport", report: "MarginReport", k: int, json_, htm
     console.print(changes_renderable(changes), highlight=False)
 
 
-def _texts(text: str | None, text_file: Path | None, jsonl: Path | None) -> dict[str, str | list[int]]:
+def _texts(
+    text: str | None, text_file: Path | None, jsonl: Path | None
+) -> tuple[dict[str, str | list[int]], list[str]]:
+    """Texts by name, and the names of those that are empty."""
     given = [
         name for name, value in (("--text", text), ("--text-file", text_file), ("--jsonl", jsonl)) if value is not None
     ]
@@ -163,15 +193,16 @@ def _texts(text: str | None, text_file: Path | None, jsonl: Path | None) -> dict
             f"one of --text, --text-file and --jsonl is required, received {' and '.join(given) or 'none'}; pass one."
         )
     if text is not None:
-        return {"text": text}
+        return {"text": text}, []
     if text_file is not None:
-        return {text_file.name: read_text(text_file)}
+        return {text_file.name: read_text(text_file)}, []
     assert jsonl is not None, "one source is given"
     return _lines(jsonl)
 
 
-def _lines(path: Path) -> dict[str, str | list[int]]:
+def _lines(path: Path) -> tuple[dict[str, str | list[int]], list[str]]:
     texts: dict[str, str | list[int]] = {}
+    empty: list[str] = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):  # not splitlines: U+2028 may be in a string
         if not line.strip():
             continue
@@ -185,11 +216,14 @@ def _lines(path: Path) -> dict[str, str | list[int]]:
             raise DataError(
                 f"'{path}' has no text at line {number}, where 'text' or 'tokens' (a list of ids) is required; add it."
             )
+        if not value:
+            empty.append(f"line {number}")
+            continue
         name = str(row.get("name", f"line {number}"))
         texts[name if name not in texts else f"{name} (line {number})"] = value
     if not texts:
         raise DataError(f"'{path}' holds no text, and one line or more is required; fill it.")
-    return texts
+    return texts, empty
 
 
 @contextmanager
