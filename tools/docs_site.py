@@ -12,7 +12,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from support_tokens.report.records import record_from_json
+from support_tokens.report.records import MarginRecord
 from support_tokens.report.tokens import margins_html
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Generates the pages of the rooms, the page of margins of the home page, and a notebook of each tutorial."""
     for room in rooms():
         files.append(File.generated(config, f"reference/{room}.md", content=reference(room)))
-    record = record_from_json(json.loads(RECORD.read_text(encoding="utf-8")))
+    record = MarginRecord.from_json(RECORD)
     files.append(File.generated(config, "margins.html", content=margins_html(record, title="SmolLM2-135M-Instruct")))
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.md")):
         content = json.dumps(notebook(path.read_text(encoding="utf-8")))
