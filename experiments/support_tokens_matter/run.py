@@ -66,7 +66,7 @@ def surprise(model, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor
 
 def measure(model, tokenizer, ids: list[int], config: dict, generator: np.random.Generator) -> dict:
     """What each arm costs in one passage: nats a token more than clean, mean over draws."""
-    report = analyze(model, tokenizer, ids, (config["layer"],), config["views"], without=FIGURES)
+    report = analyze(model, tokenizer, ids, (config["layer"],), config["views"], skip=FIGURES)
     tokens = torch.tensor(ids)
     clean = model.get_input_embeddings()(tokens).detach()
     scale = config["noise"] * clean.square().mean().sqrt()

@@ -196,11 +196,11 @@ def test_figures_can_be_left_out() -> None:
     model = tiny_model("gpt2")
     names = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprisal_nats")
     whole = analyze(model, Numbers(), IDS).select().tokens
-    bare = analyze(model, Numbers(), IDS, without=names).select().tokens
+    bare = analyze(model, Numbers(), IDS, skip=names).select().tokens
     assert [t.log_abs_det for t in bare] == [t.log_abs_det for t in whole]
     for name in names:
         assert {getattr(t, name) for t in bare} == {None}
-        one = analyze(model, Numbers(), IDS, without=(name,)).select().tokens
+        one = analyze(model, Numbers(), IDS, skip=(name,)).select().tokens
         assert {getattr(t, name) for t in one} == {None}
         for other in set(names) - {name}:
             assert [getattr(t, other) for t in one] == [getattr(t, other) for t in whole]
@@ -298,7 +298,7 @@ def test_support_tokens_are_the_smallest_margins_earlier_first(report) -> None:
         ({"window": 1000}, ArgumentError, "at most the context of GPT2LMHeadModel"),
         ({"window": 4, "overlap": 4}, ArgumentError, "overlap must be from 0 to 3"),
         ({"batch_size": 0}, ArgumentError, "batch_size must be at least 1"),
-        ({"without": ("sign",)}, ArgumentError, "received 'sign'"),
+        ({"skip": ("sign",)}, ArgumentError, "received 'sign'"),
     ],
 )
 def test_wrong_arguments_are_named(options, error, said) -> None:
@@ -315,9 +315,9 @@ def test_a_model_that_gives_no_finite_figures_is_named() -> None:
     with pytest.raises(NumericalError, match="surprisal of a token must be finite"):
         analyze(model, Numbers(), IDS)
     with pytest.raises(NumericalError, match="log_abs_det of layer 0 must be finite"):
-        analyze(model, Numbers(), IDS, without=("surprisal_nats",))
+        analyze(model, Numbers(), IDS, skip=("surprisal_nats",))
     with pytest.raises(NumericalError, match="log_abs_det of layer 0 must be finite"):
-        analyze(model, Numbers(), IDS, without=FIGURES)
+        analyze(model, Numbers(), IDS, skip=FIGURES)
 
 
 def test_the_public_names_are_the_packages() -> None:

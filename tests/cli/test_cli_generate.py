@@ -35,7 +35,7 @@ def test_text_is_streamed_and_its_signals_are_written(monkeypatch, capsys, tmp_p
     for made in record.generations:
         assert len(made.tokens) == 6
         assert made.prompt + made.text.replace("\x1b", "␛") in captured.out
-        assert "The model names no end token" in made.sentence
+        assert "The model has no end token" in made.sentence
         assert "TokenEntropy never rose above 99" in captured.out
         assert "NegativeLogMargin (layer=1)" in made.tokens[0].signals
     assert json.loads(out.read_text())["kind"] == "generation"
@@ -142,8 +142,8 @@ def test_a_mistake_is_told_before_the_prompt_is_echoed(monkeypatch, capsys, mode
     [
         ((), "one of --prompt and --prompt-file is required, received none"),
         (("--prompt", "a", "--prompt-file", "b"), "received both"),
-        (("--prompt", ""), "prompt 0 is empty"),
-        (("--prompt", "a", "--prompt", "a" * 30), "prompt 1 has 30 tokens"),
+        (("--prompt", ""), "prompt 0 must have at least one token"),
+        (("--prompt", "a", "--prompt", "a" * 30), "received 30 tokens"),
         (("--prompt", "a", "--temperature", 2), "--temperature needs --sample"),
         (("--prompt", "a", "--sample", "--margin-rule", "heat"), "--margin-rule must be temperature or min-p"),
         (("--prompt", "a", "--sample", "--margin-rule", "min-p:slope"), "--margin-rule must be temperature or min-p"),
@@ -159,7 +159,7 @@ def test_a_mistake_is_told_before_the_prompt_is_echoed(monkeypatch, capsys, mode
         (("--prompt", "a", "--json", "."), "--json must be a file to write"),
         (("--prompt", "a", "--html", "."), "--html must be a file to write"),
         (("--prompt", "a", "--json", "x", "--html", "x"), "must name different files"),
-        (("--prompt", "\udcff"), "half of a character"),
+        (("--prompt", "\udcff"), "half a surrogate pair"),
         (("--prompt-file", "none-such.txt"), "there is no file"),
     ],
 )

@@ -213,14 +213,14 @@ def test_signals_of_logits_need_no_readable_attention(monkeypatch: pytest.Monkey
     [
         ({"signals": ["Entropy"]}, "signals may name TokenEntropy"),
         ({"signals": "TokenEntropy"}, "pass \\['TokenEntropy'\\]"),
-        ({"signals": ["NegativeLogDensity"]}, "needs a law"),
+        ({"signals": ["NegativeLogDensity"]}, "law must be given for NegativeLogDensity"),
         ({"signals": ["NegativeLogDensity"], "law": torch.nn.Linear(1, 1)}, "received Linear"),
         ({"layers": (2,)}, "layers must be"),
         ({"view": "side"}, "view must be"),
         ({"attention_mask": MASK[:2]}, "attention_mask must have the shape"),
         ({"prompt_lengths": 0}, "prompt_lengths must be at least 1"),
         ({"input_ids": IDS[:, :0]}, "at least one, received \\(3, 0\\)"),
-        ({"input_ids": IDS.double()}, "token ids"),
+        ({"input_ids": IDS.double()}, "input_ids must be integers"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(options: dict, match: str) -> None:

@@ -43,9 +43,9 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     model = endless()
     draws = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.99, "min_p": 0.001, "max_new_tokens": 8}
     adapt = MarginTemperature(pivot=1.0, slope=0.5)
-    batch = generate(model, TOKENIZER, PROMPTS, seed=7, adapt=adapt, **draws)
+    batch = generate(model, TOKENIZER, PROMPTS, seed=7, margin_rule=adapt, **draws)
     for row, text in enumerate(batch):
-        (alone,) = generate(model, TOKENIZER, text.prompt, seed=[7 + row], adapt=adapt, **draws)
+        (alone,) = generate(model, TOKENIZER, text.prompt, seed=[7 + row], margin_rule=adapt, **draws)
         assert alone.text == text.text
     assert len({text.text for text in generate(model, TOKENIZER, ["a"] * 3, **draws)}) == 3
     (best,) = generate(model, TOKENIZER, "a", do_sample=True, top_k=1, max_new_tokens=8)
@@ -67,7 +67,7 @@ def test_a_rule_is_told_the_margin_of_the_position() -> None:
         return scores
 
     model = endless()
-    texts = generate(model, TOKENIZER, PROMPTS, max_new_tokens=4, layers=(1, 0), adapt=rule)
+    texts = generate(model, TOKENIZER, PROMPTS, max_new_tokens=4, layers=(1, 0), margin_rule=rule)
     for row, text in enumerate(texts):
         expected = torch.tensor([token.signals["NegativeLogMargin (layer=1)"] for token in text.tokens])
         assert_close(-torch.stack(seen)[:, row], expected.double(), **CLOSE)
@@ -89,7 +89,7 @@ def test_a_rule_is_told_the_margin_of_the_position() -> None:
 
 def test_beams_are_refused() -> None:
     model = endless()
-    with pytest.raises(ArgumentError, match="another beam's text"):
+    with pytest.raises(ArgumentError, match="signals would mix texts"):
         generate(model, TOKENIZER, "a", num_beams=2)
     with MarginProcessor(model, MarginMinP()) as adapt, pytest.raises(ArgumentError, match="reordered"):
         model.generate(
@@ -133,7 +133,7 @@ def test_no_token_is_chosen_from_what_a_rule_leaves_without_numbers(sampled: boo
     def rule(scores: Tensor, log_margin: Tensor) -> Tensor:
         return scores.index_fill(0, torch.tensor([1]), made)
 
-    texts = generate(endless(), TOKENIZER, PROMPTS, max_new_tokens=2, adapt=rule, do_sample=sampled)
+    texts = generate(endless(), TOKENIZER, PROMPTS, max_new_tokens=2, margin_rule=rule, do_sample=sampled)
     assert [text.finish_reason for text in texts] == ["length", "nonfinite", "length"]
     assert texts[1].tokens == ()
 
@@ -156,7 +156,7 @@ def test_an_end_token_ends_its_text_alone() -> None:
         kept = ids[: ids.index(end) + 1] if end in ids else ids
         assert [token.id for token in text.tokens] == kept
         assert text.finish_reason == ("end" if end in ids else "length")
-    assert "names no end token" in free[0].sentence
+    assert "has no end token" in free[0].sentence
 
 
 def test_logits_that_are_no_numbers_end_their_text_and_no_other() -> None:
@@ -170,11 +170,11 @@ def test_logits_that_are_no_numbers_end_their_text_and_no_other() -> None:
         return logits
 
     handle = model.lm_head.register_forward_hook(poison)
-    texts = generate(model, TOKENIZER, PROMPTS, max_new_tokens=6, do_sample=False, adapt=MarginMinP())
+    texts = generate(model, TOKENIZER, PROMPTS, max_new_tokens=6, do_sample=False, margin_rule=MarginMinP())
     handle.remove()
     assert [text.finish_reason for text in texts] == ["length", "nonfinite", "length"]
     assert [text.tokens for text in texts] == [free[0].tokens, free[1].tokens[:3], free[2].tokens]
-    assert "before token 4, whose logits are no finite numbers" in texts[1].sentence
+    assert "before token 4, whose logits are not finite" in texts[1].sentence
 
 
 def test_an_interrupt_keeps_what_was_written() -> None:
@@ -274,17 +274,17 @@ def test_a_record_goes_to_json_and_back(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "options", "match"),
     [
-        ("", {}, "prompt 0 is empty"),
-        ([], {}, "one prompt or more"),
-        (["a", []], {}, "prompt 1 is empty"),
-        ([[23]], {}, "outside of the vocabulary of 23"),
-        ("a" * 60, {"max_new_tokens": 5}, "60 tokens, which with max_new_tokens = 5 is over the context"),
-        ([3, 4], {}, r"pass \[ids\] for the ids of one prompt"),
+        ("", {}, "prompt 0 must have at least one token"),
+        ([], {}, "at least one prompt"),
+        (["a", []], {}, "prompt 1 must have at least one token"),
+        ([[23]], {}, "ids from 0 to 22, received 23"),
+        ("a" * 60, {"max_new_tokens": 5}, "received 60 tokens and max_new_tokens = 5"),
+        ([3, 4], {}, r"pass \[ids\] for the token ids of one prompt"),
         (None, {}, "prompts must be a text"),
         ([[3.5]], {}, "prompt 0 must be a text or whole numbers"),
         ([["a"]], {}, "prompt 0 must be a text or whole numbers"),
-        ([[-1]], {}, "outside of the vocabulary of 23"),
-        ("a\udcff", {}, "prompt 0 holds half of a character at place 1"),
+        ([[-1]], {}, "ids from 0 to 22, received -1"),
+        ("a\udcff", {}, "half a surrogate pair at position 1"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number, at least 1"),
         ("a", {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, at least 1"),
         ("a", {"top_k": 2.5}, "top_k must be a whole number"),
@@ -310,5 +310,5 @@ def test_what_does_not_fit_is_refused_in_one_sentence(prompts, options, match) -
 
 @pytest.mark.parametrize("made", [lambda: MarginTemperature(slope=-1), lambda: MarginMinP(highest=0)])
 def test_rules_refuse_numbers_out_of_range(made) -> None:
-    with pytest.raises(ArgumentError, match="required, received"):
+    with pytest.raises(ArgumentError, match="must have slope >= 0 and"):
         made()

@@ -60,7 +60,7 @@ def _raise(*_args) -> None:
     [
         ({}, None),
         ({"on_token": _raise}, ZeroDivisionError),
-        ({"adapt": _raise}, ZeroDivisionError),
+        ({"margin_rule": _raise}, ZeroDivisionError),
         ({"stop_above": {"TokenEntropy": float("nan")}}, ArgumentError),
         ({"stop_above": {"NegativeLogMargin (layer=1)": 1.0}}, ArgumentError),
         ({"layers": (9,)}, ArgumentError),
@@ -93,7 +93,7 @@ def test_threads_take_turns_on_one_model() -> None:
 def test_a_text_may_be_written_while_another_is() -> None:
     """A callback that asks the same model for another text disturbs neither."""
     model = endless()
-    options = {"layers": (0, 1), "max_new_tokens": 5, "adapt": MarginTemperature()}
+    options = {"layers": (0, 1), "max_new_tokens": 5, "margin_rule": MarginTemperature()}
     plain, other = (generate(model, TOKENIZER, texts, **options) for texts in (PROMPTS, ["cab"]))
     inner = []
     outer = generate(

@@ -163,8 +163,11 @@ def test_order_of_sequences_and_padding(control) -> None:
         ({"score": np.zeros((2, 3)), "error": np.zeros((3, 2))}, "must have one shape, .* received"),
         ({"score": np.full((2, 2), np.nan), "error": np.zeros((2, 2))}, "received 4 entries that are not; mark them"),
         ({"score": np.zeros((2, 2)), "error": np.full((2, 2), 2)}, "error must lie between 0 and 1"),
-        ({"score": np.zeros((2, 2)), "error": np.zeros((2, 2)), "valid": [[1, 1], [0, 0]]}, "sequence 1 has none"),
-        ({"score": np.zeros((2, 2)), "error": np.zeros((2, 2)), "risk": 1.0}, "risk must lie between 0 and 1"),
+        (
+            {"score": np.zeros((2, 2)), "error": np.zeros((2, 2)), "valid": [[1, 1], [0, 0]]},
+            "received none in sequence 1",
+        ),
+        ({"score": np.zeros((2, 2)), "error": np.zeros((2, 2)), "risk": 1.0}, "risk must be between 0 and 1"),
     ],
 )
 @pytest.mark.parametrize("control", [conformal_risk_control, learn_then_test])
@@ -174,6 +177,6 @@ def test_errors_say_what_to_do(control, arguments: dict, text: str) -> None:
 
 
 def test_one_sequence_is_too_few_to_test() -> None:
-    with pytest.raises(ArgumentError, match="needs two sequences or more, received 1"):
+    with pytest.raises(ArgumentError, match="must have at least 2 sequences, received 1"):
         learn_then_test([[0.1]], [[0]], risk=0.1)
     assert ScoreTable.of([[0.1, 0.2]], [[0, 1]]).sequences == 1

@@ -143,16 +143,16 @@ def test_rounding_to_levels_hardly_changes_a_figure() -> None:
 @pytest.mark.parametrize(
     ("figure", "arguments", "text"),
     [
-        (auroc, ([1.0, 2.0], [0, 0]), "needs a wrong and a right prediction, received 0 wrong ones of 2"),
+        (auroc, ([1.0, 2.0], [0, 0]), "must have a wrong and a right prediction, received 0 wrong ones of 2"),
         (auroc, ([1.0, 2.0], [0, 0.5]), "error must be 0 or 1"),
         (risk_coverage_area, ([1.0], [0, 1]), "must have one shape"),
         (risk_coverage_area, ([], []), "at least one entry"),
-        (risk_coverage_area, ([np.nan, 1.0], [0, 1]), "1 entries that are not; leave positions"),
+        (risk_coverage_area, ([np.nan, 1.0], [0, 1]), "1 entries that are not; remove positions"),
         (risk_coverage_area, ([0.0, 1.0], [0, 2]), "error must lie between 0 and 1"),
-        (prediction_rejection_ratio, ([0.0, 1.0], [1, 1]), "must not be the same everywhere"),
+        (prediction_rejection_ratio, ([0.0, 1.0], [1, 1]), "must differ between predictions"),
         (expected_calibration_error, ([0.0, 1.5], [0, 1]), "pass probabilities, not scores"),
         (ScoreTable.of, ([[0.0, np.nan]], [[0, 1]]), "must have a finite score"),
-        (ScoreTable.of, ([0.0, 1.0], [0, 1]), "give each sequence a row"),
+        (ScoreTable.of, ([0.0, 1.0], [0, 1]), "pass one row per sequence"),
     ],
 )
 def test_errors_say_what_to_do(figure, arguments, text: str) -> None:
@@ -162,7 +162,7 @@ def test_errors_say_what_to_do(figure, arguments, text: str) -> None:
 
 @pytest.mark.parametrize("outside", [-0.1, 1.5])
 def test_a_table_of_probabilities_takes_no_scores(outside: float) -> None:
-    with pytest.raises(ArgumentError, match="probability must lie between 0 and 1"):
+    with pytest.raises(ArgumentError, match="probability must be between 0 and 1"):
         ScoreTable.calibration([[0.5, outside]], [[1, 0]])
     ScoreTable.calibration([[0.5, outside]], [[1, 0]], [[True, False]])
     ScoreTable.calibration([[0.5, 1 + 1e-7]], [[1, 0]])  # what float32 makes of 1

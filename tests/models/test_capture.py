@@ -109,7 +109,7 @@ def test_a_deep_copy_captures_for_itself_and_holds_no_tensors() -> None:
     capture = AttentionCapture(model, LAYERS)
     model(**BATCH)
     copied_model, copied = copy.deepcopy((model, capture))
-    with pytest.raises(CaptureError, match="left no queries"):
+    with pytest.raises(CaptureError, match="must have run in a forward pass"):
         copied.states()
     with torch.no_grad():
         copied_model.model.embed_tokens.weight.mul_(2)
@@ -188,10 +188,13 @@ def test_an_offloaded_model_gives_its_margins() -> None:
 
 def test_nothing_captured_is_an_error() -> None:
     model = tiny_model("llama", dtype=torch.float32)
-    with capture_attention(model) as capture, pytest.raises(CaptureError, match="layer 0 of LlamaForCausalLM left no"):
+    with (
+        capture_attention(model) as capture,
+        pytest.raises(CaptureError, match="layer 0 of LlamaForCausalLM must have run"),
+    ):
         capture.states()
     model(**BATCH)
-    with pytest.raises(CaptureError, match="one forward pass through it is required"):
+    with pytest.raises(CaptureError, match="must have run in a forward pass of the model"):
         capture.states()
 
 
@@ -214,7 +217,7 @@ def test_masks_that_are_not_causal_are_refused() -> None:
     for mask in (bidirectional, biased):
         with torch.no_grad(), capture_attention(model) as capture:
             model(IDS, attention_mask=mask)
-        with pytest.raises(CaptureError, match="where a causal one of 0 and -inf is required"):
+        with pytest.raises(CaptureError, match="a causal mask of 0 and -inf"):
             capture.states()
 
 
@@ -258,7 +261,7 @@ def test_other_attention_implementations_are_refused(implementation: str) -> Non
 
 
 def test_attention_in_both_directions_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="attends in both directions"):
+    with pytest.raises(UnsupportedModelError, match="attention in both directions"):
         AttentionCapture(tiny_model("gemma3", use_bidirectional_attention=True))
 
 

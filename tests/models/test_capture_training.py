@@ -55,7 +55,7 @@ def test_checkpointing_of_a_step_with_its_loss_records_nothing_in_the_backward_p
     loss = model(**BATCH, labels=IDS, use_cache=False).loss
     capture.clear()
     loss.backward()
-    with pytest.raises(CaptureError, match="left no queries"):
+    with pytest.raises(CaptureError, match="must have run in a forward pass"):
         capture.states()
 
 

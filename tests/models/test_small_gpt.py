@@ -55,7 +55,7 @@ def test_padding_is_the_first_token_and_masked():
 
 
 def test_an_empty_text_has_no_alphabet():
-    with pytest.raises(DataError, match="is empty"):
+    with pytest.raises(DataError, match="text must have at least one character"):
         character_tokenizer("")
 
 
@@ -123,5 +123,5 @@ def test_load_reads_a_run_folder_and_refuses_what_is_none(tmp_path: Path):
 def test_encode_refuses_a_tokenizer_of_words():
     tokenizer = character_tokenizer("ab")
     tokenizer.add_tokens(["word"])
-    with pytest.raises(ArgumentError, match="not a character tokenizer"):
+    with pytest.raises(ArgumentError, match="must be a character tokenizer"):
         encode(tokenizer, "ab")

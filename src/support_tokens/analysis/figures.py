@@ -1,4 +1,4 @@
-r"""All figures of the tokens of one batch of windows, as lists of Python numbers."""
+"""Figures of the tokens of one batch of windows, as lists of Python numbers."""
 
 __all__ = ["FIGURES", "Measured", "check_figures", "measure_windows"]
 
@@ -15,7 +15,7 @@ from support_tokens.models import MarginReader, capture_attention, decoder_block
 from support_tokens.report.records import Window
 
 FIGURES = ("sigma_min", "gradient_share", "coupling_sign", "per_head", "surprisal_nats")
-"""Figures beside sign and log|det|; each costs time, and none is needed for the others."""
+"""Figures beyond sign and log|det|; each costs time, and any may be skipped."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def measure_windows(
     layers: Sequence[int],
     views: Sequence[str],
     figures: Sequence[str],
-    tick: Callable[[float], None] = lambda share: None,
+    tick: Callable[[float], None] = lambda fraction: None,
 ) -> tuple[list[dict[tuple[int, str], Measured]], list[list[float | None] | None]]:
     """One forward pass over windows, padded on the right, and the figures of their new tokens.
 
@@ -57,8 +57,8 @@ def measure_windows(
         windows: The windows.
         layers: Indices of blocks.
         views: `noise` and `block`, or one of them.
-        figures: Those of `FIGURES` that are wanted.
-        tick: Called with the share of the work that is done, from 0 to 1.
+        figures: Names of `FIGURES`.
+        tick: Called with the fraction of the work that is done, from 0 to 1.
 
     Returns:
         For each window its figures by layer and view, and its surprisals.
@@ -152,7 +152,7 @@ def _norm(norm: float, sign: int) -> float | None:
 
 
 def _surprisals(logits: Tensor, ids: Tensor, window: Window) -> list[float | None]:
-    r"""$-\log p$ of each new token, nats; None where nothing stands before it."""
+    r"""$-\log p$ of each new token in nats; None without a token before it."""
     first, stop = window.first - window.start, window.stop - window.start
     begin = max(first, 1)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -167,15 +167,15 @@ def _surprisals(logits: Tensor, ids: Tensor, window: Window) -> list[float | Non
     return [*[None] * (begin - first), *values]
 
 
-def check_figures(without: Sequence[str]) -> tuple[str, ...]:
-    """The figures that are left when some are left out.
+def check_figures(skip: Sequence[str]) -> tuple[str, ...]:
+    """Names of the figures that remain after `skip`.
 
     Raises:
         ArgumentError: There is no such figure.
     """
-    unknown = [name for name in without if name not in FIGURES]
+    unknown = [name for name in skip if name not in FIGURES]
     if unknown:
         raise ArgumentError(
-            f"without may name {', '.join(FIGURES)}, received {unknown[0]!r}; sign and log_abs_det are always there."
+            f"skip may name {', '.join(FIGURES)}, received {unknown[0]!r}; sign and log_abs_det cannot be skipped."
         )
-    return tuple(name for name in FIGURES if name not in without)
+    return tuple(name for name in FIGURES if name not in skip)

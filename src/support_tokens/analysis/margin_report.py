@@ -1,4 +1,4 @@
-r"""MarginReport: the record of an analysis with its views, and `analyze`, which makes one."""
+"""`analyze`, and the report that it returns."""
 
 __all__ = ["MarginReport", "analyze"]
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MarginReport:
-    """The margins of texts: a record, and what can be made of it without the model.
+    """Margins of the tokens of texts, with methods to rank, compare, save and display them; needs no model.
 
     Args:
-        record: Plain figures, as the JSON holds them.
+        record: The figures, as in the JSON.
     """
 
     record: MarginRecord
@@ -42,7 +42,7 @@ class MarginReport:
         """Reads what `to_json` wrote.
 
         Raises:
-            RunFolderError: The file cannot be read, or is none of this kind and version.
+            RunFolderError: The file cannot be read, or is of another kind or version.
         """
         return cls(MarginRecord.from_json(path))
 
@@ -53,11 +53,11 @@ class MarginReport:
     def support_tokens(
         self, k: int = 5, *, layer: int | None = None, view: str | None = None, text: int = 0
     ) -> tuple[TokenMargin, ...]:
-        """The k tokens of smallest log margin, smallest first; fewer where the text has fewer that can be ranked.
+        """The k tokens of smallest log margin, smallest first; fewer if the text has fewer rankable tokens.
 
         Args:
             k: At least 1.
-            layer: Which block's margins; None: the first of the report.
+            layer: Index of a block; None: the first of the report.
             view: `noise` or `block`; None: the first of the report.
             text: Index of the text.
 
@@ -67,11 +67,11 @@ class MarginReport:
         return self.select(layer, view, text).support_tokens(k)
 
     def compare(self, other: "MarginReport", *, k: int = 5) -> MarginChanges:
-        """What changed from this report to `other`: see `compare_records`."""
+        """Changes from this report to `other`; see `compare_records`."""
         return compare_records(self.record, other.record, k=k)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One row a text, layer, view and token, with the name of the text; figures of heads as lists."""
+        """One row per text, layer, view and token; figures of heads are lists."""
         import pandas as pd
 
         rows = [
@@ -84,7 +84,7 @@ class MarginReport:
         return frame.assign(per_head=frame["per_head"].map(lambda heads: None if heads is None else list(heads)))
 
     def to_json(self, path: str | Path) -> None:
-        """Writes the record, whole or not at all.
+        """Writes the record to a JSON file, atomically.
 
         Raises:
             RunFolderError: The file cannot be written.
@@ -92,7 +92,7 @@ class MarginReport:
         self.record.to_json(path)
 
     def to_parquet(self, path: str | Path) -> None:
-        """Writes the table of `to_dataframe` as Parquet, whole or not at all; model and notes stand in its metadata.
+        """Writes `to_dataframe()` to a Parquet file, atomically, with model and notes in its metadata.
 
         Raises:
             RunFolderError: The file cannot be written.
@@ -104,7 +104,7 @@ class MarginReport:
         write_bytes(path, file.getvalue())
 
     def to_html(self, path: str | Path) -> None:
-        """Writes one page with all views; it needs no network and loads nothing.
+        """Writes a self-contained HTML page with all views.
 
         Raises:
             RunFolderError: The file cannot be written.
@@ -142,7 +142,7 @@ def analyze(
     window: int | None = None,
     overlap: int | None = None,
     batch_size: int = 4,
-    without: Sequence[str] = (),
+    skip: Sequence[str] = (),
     name: str | None = None,
     progress: "Progress | None" = None,
 ) -> MarginReport:
@@ -154,16 +154,16 @@ def analyze(
         text: A text, token ids, several texts, or texts by name.
         layers: Indices of blocks; negative ones count from the last.
         view: `noise` ($I - D_t$), `block` ($I + D_t$), or both as a sequence.
-        window: Most tokens of one forward pass; None: the context of the model, 1024 at most. Longer texts are read by
-            several windows, which the record states.
-        overlap: Tokens a window repeats as context; None: a quarter of it.
-        batch_size: Windows of one forward pass; it changes no figure beyond rounding.
-        without: Figures to leave out, as `analyze_texts`.
-        name: What the report calls the model; None: its `name_or_path`, or its class.
-        progress: Called with the numbers of tokens done and of all tokens.
+        window: Maximum number of tokens in one forward pass; None: the context of the model, 1024 at most. Longer
+            texts are read in several windows, which the record lists.
+        overlap: Number of tokens that a window repeats as context; None: a quarter of the window.
+        batch_size: Number of windows in one forward pass; it changes no figure beyond rounding.
+        skip: Figures not to compute, as in `analyze_texts`.
+        name: Name of the model in the report; None: its `name_or_path`, or its class.
+        progress: Called with the number of tokens done and the total.
 
     Returns:
-        The report; all its views are made from its record alone.
+        A `MarginReport`.
 
     Raises:
         ArgumentError: A layer does not exist, or an option is out of range.
@@ -198,7 +198,7 @@ def analyze(
         window=window,
         overlap=overlap,
         batch_size=batch_size,
-        without=without,
+        skip=skip,
         name=name,
         progress=progress,
     )

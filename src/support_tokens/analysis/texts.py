@@ -1,4 +1,4 @@
-r"""Analysis of texts: tokens, windows, batches of windows, and the record that they make together."""
+"""Analysis of texts in batches of windows, and the record of the result."""
 
 __all__ = ["analyze_texts"]
 
@@ -31,16 +31,16 @@ def analyze_texts(
     window: int | None = None,
     overlap: int | None = None,
     batch_size: int = 4,
-    without: Sequence[str] = (),
+    skip: Sequence[str] = (),
     name: str | None = None,
     progress: Progress | None = None,
 ) -> MarginRecord:
     r"""Margins of every token of some texts.
 
-    Texts longer than a window are read by several, each of which repeats `overlap` tokens as context; the record states
-    them. Windows are padded on the right and run `batch_size` at once, which changes no figure beyond rounding: 1e-10
-    relative in float64. A KeyboardInterrupt ends the work early and returns what is done, with `complete` False; with
-    nothing done it goes on to the caller.
+    A text longer than a window is read in several windows, which the record lists; each repeats `overlap` tokens as
+    context. Windows are padded on the right and batched; batching changes no figure beyond rounding (1e-10 relative in
+    float64). KeyboardInterrupt returns the windows finished so far, with `complete` False; it is raised if there are
+    none.
 
     Args:
         model: A causal language model of a supported family; run in evaluation mode, and left in the mode it was in.
@@ -48,17 +48,17 @@ def analyze_texts(
         texts: Text, or token ids, by name.
         layers: Indices of blocks; negative ones count from the last.
         views: `noise`, `block`, or both.
-        window: Most tokens of one forward pass; None: the context of the model, 1024 at most.
-        overlap: Tokens repeated as context; None: a quarter of the window.
-        batch_size: Windows of one forward pass.
-        without: Figures that are not wanted, of `sigma_min`, `gradient_share`, `coupling_sign`, `per_head`,
-            `surprisal_nats`; the first three need the D x D matrix of every token and much time in wide models.
-        name: What the record calls the model; None: its `name_or_path`, or its class.
-        progress: Called with the numbers of tokens done and of all tokens.
+        window: Maximum number of tokens in one forward pass; None: the context of the model, 1024 at most.
+        overlap: Number of tokens repeated as context; None: a quarter of the window.
+        batch_size: Number of windows in one forward pass.
+        skip: Figures not to compute: `sigma_min`, `gradient_share`, `coupling_sign`, `per_head`,
+            `surprisal_nats`; the first three need the D x D matrix of every token, which is slow in wide models.
+        name: Name of the model in the record; None: its `name_or_path`, or its class.
+        progress: Called with the number of tokens done and the total.
 
     Raises:
         ArgumentError: A layer does not exist, or an option is out of range.
-        DataError: A text is empty, or its ids are not those of the vocabulary.
+        DataError: A text is empty, or has ids outside the vocabulary.
         UnsupportedModelError: The attention of the model cannot be read exactly.
         NumericalError: A figure is not finite.
 
@@ -70,17 +70,20 @@ def analyze_texts(
         >>> [(entry.text, len(entry.tokens)) for entry in record.layers]
         [(0, 4), (1, 3)]
     """
-    figures = check_figures(without)
+    figures = check_figures(skip)
     for view in views:
         view_sign(view)
     if not views or len(set(views)) < len(views):
-        raise ArgumentError(f"views must name 'noise', 'block' or both, each once, received {tuple(views)}; choose.")
+        raise ArgumentError(
+            f"views must name 'noise', 'block' or both, each once, received {tuple(views)}; pass ('noise',), for "
+            "example."
+        )
     if batch_size < 1:
-        raise ArgumentError(f"batch_size must be at least 1, received {batch_size}; 1 is the slowest and smallest.")
+        raise ArgumentError(f"batch_size must be at least 1, received {batch_size}; 1 needs the least memory.")
     if not texts:
         raise DataError("there is no text to analyze; pass one text or more.")
     with in_turn(model), capture_attention(model, layers):
-        pass  # what is wrong with the layers or the model is said before any work
+        pass  # raises for a wrong layer or model before any work
     window = model_window(model, window)
     overlap = default_overlap(window) if overlap is None else overlap
     ids = {label: _ids(model, tokenizer, label, text) for label, text in texts.items()}
@@ -96,9 +99,9 @@ def analyze_texts(
         count = spans[-1].stop
         given = texts[label]
         shown = token_texts(tokenizer, ids[label][:count], given if isinstance(given, str) else None)
-        said = given if isinstance(given, str) else "".join(token.token for token in shown)
+        content = given if isinstance(given, str) else "".join(token.token for token in shown)
         entries += _entries(len(analyzed), ids[label], shown, [made for _, made in mine])
-        analyzed.append(AnalyzedText(label, said, count, spans))
+        analyzed.append(AnalyzedText(label, content, count, spans))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return MarginRecord(
         model=name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__,
@@ -117,7 +120,7 @@ def _run(
     model: nn.Module, ids: Mapping[str, list[int]], jobs: Sequence[tuple[str, Window]], layers, views, figures,
     batch_size: int, progress: Progress | None,
 ) -> tuple[list[_Figures], bool]:  # fmt: skip
-    """The figures of the windows in order, and whether all are there."""
+    """The figures of the windows in order, and whether all windows are done."""
     total = sum(map(len, ids.values()))
     finished: list[_Figures] = []
     try:
@@ -128,9 +131,9 @@ def _run(
             windows = [own for _, own in batch]
             new = sum(own.stop - own.first for own in windows)
 
-            def tick(share: float, done: int = done, new: int = new) -> None:
+            def tick(fraction: float, done: int = done, new: int = new) -> None:
                 if progress is not None:
-                    progress(done + int(share * new), total)
+                    progress(done + int(fraction * new), total)
 
             finished += zip(*measure_windows(model, tokens, windows, layers, views, figures, tick), strict=True)
     except KeyboardInterrupt:
@@ -143,8 +146,8 @@ def _run(
 
 def _ids(model: nn.Module, tokenizer: Any, label: str, text: str | Sequence[int]) -> list[int]:
     if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise DataError(f"{label} holds half a surrogate pair, which is no character; read the text as UTF-8.")
-    # A text longer than the model's context is not an error here: windows read it.
+        raise DataError(f"{label} holds half a surrogate pair, which is not a character; read the text as UTF-8.")
+    # verbose=False: a text longer than the context is not an error, since windows read it.
     ids = tokenizer(text, verbose=False)["input_ids"] if isinstance(text, str) else [int(token) for token in text]
     if not ids:
         raise DataError(f"{label} has no tokens, and one or more are required; pass a text that is not empty.")
@@ -191,11 +194,13 @@ def _notes(analyzed: Sequence[AnalyzedText], asked: int, figures, window, overla
     notes = []
     if any(len(text.windows) > 1 for text in analyzed):
         notes.append(
-            f"Read by windows of at most {window} tokens: at the start of each window after the first, a token sees "
+            f"Read in windows of at most {window} tokens: at the start of each window after the first, a token sees "
             f"{overlap} tokens before it, not all of them."
         )
     if not complete:
-        notes.append(f"The analysis was interrupted: {len(analyzed)} of {asked} texts are here, the last perhaps cut.")
+        notes.append(
+            f"The analysis was interrupted: {len(analyzed)} of {asked} texts are here, and the last may be incomplete."
+        )
     if "per_head" in figures:
         notes.append("Figures of single heads are a diagnostic: their sum is not the log margin.")
     if dtype not in ("float32", "float64"):

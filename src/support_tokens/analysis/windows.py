@@ -1,4 +1,4 @@
-r"""Long texts by windows that overlap: each token is reported once, with at least `overlap` tokens before it."""
+r"""Overlapping windows over a long text: each token is new in exactly one of them."""
 
 __all__ = ["default_overlap", "model_window", "windows_of"]
 
@@ -15,12 +15,12 @@ def windows_of(length: int, window: int, overlap: int) -> tuple[Window, ...]:
     """Windows over `length` tokens.
 
     Args:
-        length: Tokens of the text, at least 1.
-        window: Most tokens of one window.
-        overlap: Tokens that a window repeats as context, fewer than `window`.
+        length: Number of tokens of the text, at least 1.
+        window: Maximum number of tokens of one window.
+        overlap: Number of tokens that a window repeats as context, less than `window`.
 
     Raises:
-        ArgumentError: Sizes that do not fit.
+        ArgumentError: A size is out of range.
 
     Example:
         >>> [(w.start, w.first, w.stop) for w in windows_of(10, window=6, overlap=2)]
@@ -46,10 +46,10 @@ def default_overlap(window: int) -> int:
 
 
 def model_window(model: nn.Module, window: int | None) -> int:
-    """The window asked for, checked against the context of the model; None: that context, 1024 tokens at most.
+    """`window`, checked against the context of the model; for None that context, 1024 tokens at most.
 
     Raises:
-        ArgumentError: The model has no positions for so many tokens.
+        ArgumentError: `window` exceeds the context of the model.
     """
     context = context_length(model)
     if window is None:
@@ -57,6 +57,6 @@ def model_window(model: nn.Module, window: int | None) -> int:
     if context is not None and window > context:
         raise ArgumentError(
             f"window must be at most the context of {type(model).__name__}, {context} tokens, received {window}; "
-            "lower it: longer texts are read by several windows."
+            "lower it; longer texts are read in several windows."
         )
     return window

@@ -101,7 +101,7 @@ def analyze(
             texts, empty = _texts(text, text_file, jsonl)
             report = _analyzed(
                 model, gguf_file, texts, layers, dtype, device, views=split_words(view), window=window,
-                overlap=overlap, batch_size=batch_size, without=_not_wanted(figures),
+                overlap=overlap, batch_size=batch_size, skip=_not_wanted(figures),
             )  # fmt: skip
         _write(report, json_, parquet, html, png, svg, k)
         if earlier is None:

@@ -117,7 +117,7 @@ def generate(
             )
         options = {key: value for key, value in sampling.items() if key != "margin_rule"}
         if margin_rule is not None:
-            options["adapt"] = _rule(margin_rule)
+            options["margin_rule"] = _rule(margin_rule)
         checked_device(device)
         loaded, tokenizer = load_model(model, gguf_file=gguf_file, dtype=dtype, device=device)
         inputs = [_turn(tokenizer, text, model) for text in prompts] if chat else prompts

@@ -1,4 +1,4 @@
-"""Decoding: uncertainty of tokens and texts from one pass, and generation that knows its margin."""
+"""Uncertainty of tokens and texts from one forward pass, and generation that uses margins."""
 
 __all__ = [
     "DEFAULT_SIGNALS",

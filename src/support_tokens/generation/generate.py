@@ -1,4 +1,4 @@
-r"""Generation that knows its margin: `model.generate` with a KV cache, and the uncertainty of every token beside it."""
+r"""Text generation with the uncertainty of every token, by `model.generate` with a KV cache."""
 
 __all__ = ["DEFAULT_SIGNALS", "generate"]
 
@@ -37,7 +37,7 @@ DEFAULT_SIGNALS = (
     "NegativeLogMargin",
     "NegativeSign",
 )
-"""What costs one LU factorisation a token and layer, and nothing else."""
+"""Signals that cost one LU factorisation per token and layer."""
 
 
 def generate(
@@ -56,48 +56,47 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int | Sequence[int] = 0,
-    adapt: Rule | None = None,
+    margin_rule: Rule | None = None,
     stop_above: Mapping[str, float] | None = None,
     on_token: Callable[[int, GeneratedToken], None] | None = None,
     num_beams: int = 1,
 ) -> list[Generation]:
-    r"""Continues prompts, with the uncertainty of every token from the pass that wrote it.
+    r"""Continues prompts and returns every token with its uncertainty.
 
-    The pass over a prompt gives the margin of its last position only, and each later pass that of one: one LU
-    factorisation a token and layer. A text depends neither on the others of its batch nor on padding; signals are those
-    that `score_tokens` gives of the finished text. So nothing but its end tokens is taken from the model's own
-    generation settings: penalties and biases there would change the logits that signals are of.
+    Each forward pass costs one LU factorisation per text and layer. A text depends neither on the others in its batch
+    nor on padding, and its signals equal those of `score_tokens` on the finished text. Of the model's own generation
+    settings only the end tokens are used: penalties and biases would change the logits that the signals describe.
 
     Args:
         model: A causal language model of transformers, of a supported family; read in evaluation mode.
         tokenizer: Its tokenizer.
-        prompts: A text, or several, each a text or token ids.
-        max_new_tokens: Most tokens written.
-        layers: Indices of blocks; the cost of margins grows with their number.
+        prompts: A text, or a list of texts or lists of token ids.
+        max_new_tokens: Maximum number of new tokens.
+        layers: Indices of blocks.
         view: `noise` or `block`.
         signals: Names of `TOKEN_SIGNALS`; None: `DEFAULT_SIGNALS`.
         law: Law of the embeddings, for `NegativeLogDensity`.
-        do_sample: Draws tokens; False takes the most probable one, whatever temperature and truncation say.
-        temperature: Above 0; divides the logits before a token is drawn. Signals are of the logits as they were.
-        top_k: Keeps as many tokens.
-        top_p: Keeps the most probable tokens that make up this share.
-        min_p: Keeps tokens of at least this share of the best one's probability.
-        seed: Row i draws from `seed + i`, or from `seed[i]`, so that it draws the same with any other batch.
-        adapt: `MarginTemperature` or `MarginMinP` on the margin of the first of `layers`; neither changes which token
-            is the most probable one.
-        stop_above: Largest allowed value by name of a signal; a text abstains before a token whose signal is above, or
-            no number, in any layer where the name says none.
-        on_token: Told the row and each token when it is written.
-        num_beams: 1. Beam search is refused: its texts change rows at every step, and a signal carried along, the
-            memory of RAUQ or a threshold passed, would end up with another beam's text.
+        do_sample: Whether to sample; False takes the most probable token and ignores temperature and truncation.
+        temperature: Above 0; divides the logits before sampling. Signals describe the unscaled logits.
+        top_k: Number of tokens kept for sampling.
+        top_p: Cumulative probability of the tokens kept for sampling.
+        min_p: Smallest probability kept, relative to that of the best token.
+        seed: Text i samples with `seed + i`, or `seed[i]`, independently of the rest of the batch.
+        margin_rule: `MarginTemperature` or `MarginMinP`, applied to the margin of the first of `layers`;
+            neither changes the most probable token.
+        stop_above: Largest allowed value by name of a signal, in any layer if the name has none; a text abstains before
+            a token whose signal is larger or NaN.
+        on_token: Called with the index of the text and each new token.
+        num_beams: Must be 1. Beam search moves texts between rows at every step, so signals that depend on earlier
+            tokens (RAUQ, thresholds) would mix texts.
 
     Returns:
-        One `Generation` a prompt. Ctrl-C ends early and returns what was written; before the first token it goes on to
-        the caller.
+        One `Generation` per prompt. KeyboardInterrupt returns the tokens written so far; it is raised if there are
+        none.
 
     Raises:
-        ArgumentError: A prompt is empty or over the context, or an option is out of range.
-        UnsupportedModelError: The attention of the model cannot be read exactly, or it does not generate.
+        ArgumentError: A prompt is empty or exceeds the context, or an option is out of range.
+        UnsupportedModelError: The attention of the model cannot be read exactly, or it has no `generate`.
 
     Example:
         >>> from support_tokens.models import character_tokenizer, build_small_gpt
@@ -111,13 +110,14 @@ def generate(
     """
     if num_beams != 1:
         raise ArgumentError(
-            f"num_beams must be 1, received {num_beams}: beam search moves texts between rows at every step, and a "
-            "signal would be held against another beam's text; sample, or decode greedily."
+            f"num_beams must be 1, received {num_beams}: beam search moves texts between rows at every step, and "
+            "signals would mix texts; sample, or decode greedily."
         )
     _check_options(max_new_tokens, temperature, top_k, top_p, min_p)
     if not hasattr(model, "generate"):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no generate, which a causal language model of transformers has; pass one."
+            f"{type(model).__name__} must have a method generate, received none; pass a causal language model of "
+            "transformers."
         )
     encoded = encoded_prompts(model, tokenizer, prompts, max_new_tokens)
     limits = dict(stop_above or {})
@@ -125,7 +125,7 @@ def generate(
     chosen = chosen_signals(TOKEN_SIGNALS, names, law=law is not None)
     stops = chosen_signals(TOKEN_SIGNALS, [name.partition(" (")[0] for name in limits], law=law is not None)
     watched = tuple(dict.fromkeys((*chosen, *stops)))
-    margin = () if adapt is None else (TOKEN_SIGNALS["NegativeLogMargin"],)
+    margin = () if margin_rule is None else (TOKEN_SIGNALS["NegativeLogMargin"],)
     ends = end_tokens(model, tokenizer)
     seeds = list(seed) if isinstance(seed, Sequence) else [seed + row for row in range(len(encoded.rows))]
     if not all(_whole(one) and -(2**63) <= int(one) < 2**63 for one in seeds):
@@ -137,7 +137,7 @@ def generate(
         after.enter_context(in_turn(model))
         observer = Observer(model, (*watched, *margin), layers, view, law)
         after.callback(observer.remove)
-        run = Run(observer, watched, tokenizer, encoded, ends, max_new_tokens, limits, adapt, on_token)
+        run = Run(observer, watched, tokenizer, encoded, ends, max_new_tokens, limits, margin_rule, on_token)
         for lent in (quiet_transformers(), evaluating(model), _generating_plainly(model, ends, encoded.pad)):
             after.enter_context(lent)
         try:
@@ -147,7 +147,7 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 logits_processor=LogitsProcessorList([_Before(run), *drawing]),
                 stopping_criteria=StoppingCriteriaList([run.after]),  # type: ignore[list-item]
-                do_sample=False,  # the last processor draws
+                do_sample=False,  # RowSampler has drawn already
                 num_beams=1,
                 use_cache=True,
             )
@@ -177,8 +177,7 @@ def _generating_plainly(model: nn.Module, ends: frozenset[int], pad: int) -> Ite
 
 
 class _Before(LogitsProcessor):
-    """`Run.before` as an object: of a bare method transformers takes half a millisecond a token to find the
-    arguments."""
+    """`Run.before` as an object; transformers inspects the signature of a bare method at every token (0.5 ms)."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -211,7 +210,7 @@ def _whole(value: object) -> bool:
 
 
 def _warpers(temperature: float, top_k: int | None, top_p: float | None, min_p: float | None) -> list[LogitsProcessor]:
-    """In the order of transformers."""
+    """In the order in which transformers applies them."""
     found: list[LogitsProcessor] = [] if temperature == 1.0 else [TemperatureLogitsWarper(temperature)]
     found += [] if top_k is None else [TopKLogitsWarper(top_k)]
     found += [] if top_p is None else [TopPLogitsWarper(top_p)]

@@ -1,4 +1,4 @@
-r"""Latent-noise prediction: next-token probabilities averaged over the noise of the embeddings."""
+r"""Next-token probabilities averaged over noise in the embeddings."""
 
 __all__ = ["embedding_rms", "predict_under_noise"]
 
@@ -26,34 +26,33 @@ def predict_under_noise(
     law: EmbeddingPrior | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""Log-probabilities of the next token, averaged over samples of the latent noise of the embeddings.
+    r"""Log-probabilities of the next token, averaged over samples of noise in the embeddings.
 
     $$ \log \bar p(y \mid x) = \log \frac1S \sum_{i=1}^S p\big(y \mid x + s\, \delta_i\big), \qquad
        \delta_{i,t} = \epsilon_{i,t} \;\text{ or }\; J_t^{-1} \epsilon_{i,t}, \quad \epsilon \sim N(0, I). $$
 
-    With a law, noise is pushed through it to first order: $x - \mu(x) = \epsilon$ moves by $J_t^{-1} d\epsilon$, so the
-    noise is larger at positions and in directions of small margin. The S passes are one batch: the cost is that of a
-    pass over S times as many sequences, and the logits take S times the memory. One scale for all texts keeps the
-    prediction causal and independent of what else is in the batch; `s = r * embedding_rms(...)` sets it as a share r
-    of the embeddings' own size.
+    With a law the noise is mapped through it to first order, $x - \mu(x) = \epsilon$ gives $dx = J_t^{-1} d\epsilon$:
+    it is larger at positions and in directions of small margin. The S samples are one batch: time and memory are those
+    of S times as many sequences. One scale for all texts keeps the prediction causal and independent of the rest of the
+    batch; `r * embedding_rms(...)` is a scale relative to the size of the embeddings.
 
-    It flattens the prediction where it depends on details of the embeddings. Temperature scaling flattens it too and
-    costs nothing: compare the two on held-out text before paying for this one.
+    This flattens predictions that depend on details of the embeddings. Temperature scaling also flattens predictions,
+    at no cost: compare the two on held-out text first.
 
     Args:
-        model: A causal language model of transformers; in eval mode meanwhile.
+        model: A causal language model of transformers; run in evaluation mode.
         input_ids: Tokens, `(B, T)`.
         attention_mask: 1 at real tokens, `(B, T)`; None: all are.
         scale: $s$, standard deviation of the noise in units of the embeddings; 0 gives the plain prediction.
         samples: $S$.
-        law: The law that noise is pushed through; None: noise alike in all directions.
+        law: The law that maps the noise; None: isotropic noise.
         generator: Draws the noise, on its own device; None: PyTorch's global one.
 
     Returns:
         $\log \bar p$, `(B, T, V)`, float32 or better; entry t predicts token t + 1.
 
     Raises:
-        ArgumentError: `scale` is negative or not finite, there is no sample, or the law has another width.
+        ArgumentError: `scale` is negative or not finite, `samples` is below 1, or the law has another width.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -64,7 +63,9 @@ def predict_under_noise(
         (torch.Size([1, 6, 11]), True)
     """
     if not 0 <= scale < math.inf:
-        raise ArgumentError(f"scale must be a finite number of at least 0, received {scale!r}; pass 0.1 * rms, say.")
+        raise ArgumentError(
+            f"scale must be a finite number of at least 0, received {scale!r}; pass 0.1 * embedding_rms(...)."
+        )
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ArgumentError(f"samples must be a whole number of at least 1, received {samples!r}; 8 is the default.")
     batch = input_ids.shape[0]
@@ -96,7 +97,7 @@ def embedding_rms(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | 
 
     Args:
         model: A causal language model of transformers.
-        input_ids: Tokens, `(B, T)`: a text that stands for those to come.
+        input_ids: Tokens of a representative text, `(B, T)`.
         attention_mask: 1 at real tokens, `(B, T)`; None: all are.
 
     Example:
@@ -116,7 +117,7 @@ def embedding_rms(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | 
 
 
 def _through(state: AttentionState, noise: Tensor) -> Tensor:
-    """$J_t^{-1}$ times noise `(S, B, T, D)`, one solve a position for all samples."""
+    """$J_t^{-1}$ times noise `(S, B, T, D)`, one solve per position for all samples."""
     blocks = JacobianBlocks(state)
     identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
     columns = noise.permute(1, 2, 3, 0).to(state.query.dtype)  # (B, T, D, S)
@@ -129,5 +130,5 @@ def _through(state: AttentionState, noise: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Float32 at least."""
+    """At least float32."""
     return x if x.dtype == torch.float64 else x.float()

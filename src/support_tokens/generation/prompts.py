@@ -1,4 +1,4 @@
-"""Prompts as a batch padded on the left, checked against the context of the model, and the tokens that end a text."""
+"""Prompts as a batch padded on the left, and the tokens that end a text."""
 
 __all__ = ["Encoded", "Prompts", "encoded_prompts", "end_tokens"]
 
@@ -14,19 +14,19 @@ from support_tokens.errors import ArgumentError
 from support_tokens.models import context_length, text_config
 
 Prompts = str | Sequence[str | Sequence[int]]
-"""A text, or several, each a text or token ids."""
+"""A text, or a list of texts or lists of token ids."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Prompts as the model reads them.
+    """A batch of tokenized prompts.
 
     Args:
-        texts: As text.
-        rows: Ids of each.
+        texts: The prompts as text.
+        rows: Token ids of each prompt.
         ids: `(B, P)`, padded on the left.
         mask: 1 at real tokens, `(B, P)`.
-        pad: The id that stands in padding.
+        pad: The id used for padding.
     """
 
     texts: tuple[str, ...]
@@ -40,7 +40,7 @@ def encoded_prompts(model: nn.Module, tokenizer: Any, prompts: Prompts, max_new_
     """A batch of prompts on the device of the model.
 
     Raises:
-        ArgumentError: There is none, one is empty, or one leaves no room for what is to be written.
+        ArgumentError: There is no prompt, one is empty, or one leaves no room for the new tokens.
 
     Example:
         >>> from support_tokens.models import character_tokenizer, build_small_gpt
@@ -52,25 +52,29 @@ def encoded_prompts(model: nn.Module, tokenizer: Any, prompts: Prompts, max_new_
     """
     given = [prompts] if isinstance(prompts, str) else _listed(prompts)
     if not given:
-        raise ArgumentError("prompts must hold one prompt or more, received none; pass a text.")
+        raise ArgumentError("prompts must hold at least one prompt, received none; pass a text.")
     rows = [_ids(tokenizer, place, prompt) for place, prompt in enumerate(given)]
     context, vocabulary = context_length(model), getattr(text_config(model), "vocab_size", None)
     for place, row in enumerate(rows):
         if not row:
-            raise ArgumentError(f"prompt {place} is empty, where one token or more is required; write something.")
+            raise ArgumentError(
+                f"prompt {place} must have at least one token, received none; pass a text that is not empty."
+            )
         if vocabulary is not None and not all(0 <= index < vocabulary for index in row):
             raise ArgumentError(
-                f"prompt {place} holds ids outside of the vocabulary of {vocabulary}; use the model's own tokenizer."
+                f"prompt {place} must have ids from 0 to {vocabulary - 1}, received {min(row)} to {max(row)}; use the "
+                "tokenizer of this model."
             )
         if context is not None and len(row) + max_new_tokens > context:
             raise ArgumentError(
-                f"prompt {place} has {len(row)} tokens, which with max_new_tokens = {max_new_tokens} is over the "
-                f"context of {type(model).__name__}, {context} tokens; shorten the prompt or lower max_new_tokens."
+                f"prompt {place} and its continuation must fit the context of {type(model).__name__}, {context} "
+                f"tokens, received {len(row)} tokens and max_new_tokens = {max_new_tokens}; shorten the prompt or "
+                "lower max_new_tokens."
             )
     texts = [p if isinstance(p, str) else tokenizer.decode(list(row)) for p, row in zip(given, rows, strict=True)]
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None or (vocabulary is not None and pad >= vocabulary):
-        pad = min(end_tokens(model, tokenizer), default=0)  # masked, so any id will do that the model has
+        pad = min(end_tokens(model, tokenizer), default=0)  # masked, so any id of the model serves
     longest = max(map(len, rows))
     device = next(model.parameters()).device
     ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows], device=device)
@@ -79,13 +83,13 @@ def encoded_prompts(model: nn.Module, tokenizer: Any, prompts: Prompts, max_new_
 
 
 def _listed(value: Any) -> list:
-    """A sequence, array or tensor as a list; a number is none."""
+    """A sequence, array or tensor as a list."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Sequence):
         return list(value)
     raise ArgumentError(
-        f"prompts must be a text, or several, each a text or token ids, received a {type(value).__name__} where a text "
-        "or a sequence is required; pass [ids] for the ids of one prompt."
+        f"prompts must be a text or a list of texts or lists of token ids, received {type(value).__name__}; pass "
+        "[ids] for the token ids of one prompt."
     )
 
 
@@ -101,13 +105,14 @@ def _ids(tokenizer: Any, place: int, prompt: Any) -> tuple[int, ...]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(
-            f"prompt {place} holds half of a character at place {error.start}, where text is required; pass UTF-8."
+            f"prompt {place} must be Unicode text, received half a surrogate pair at position {error.start}; read the "
+            "text as UTF-8."
         ) from error
     return tuple(tokenizer(prompt)["input_ids"])
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Ids that end a text, by the model's generation settings or else by its tokenizer; empty if neither names one."""
+    """Ids of end tokens: of the model's generation settings, else of its tokenizer; empty if neither has one."""
     found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found = getattr(tokenizer, "eos_token_id", None) if found is None else found
     return frozenset() if found is None else frozenset(found if isinstance(found, list | tuple) else [found])

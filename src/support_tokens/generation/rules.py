@@ -1,5 +1,4 @@
-r"""Decoding that depends on the margin: rules from logits and log margins to logits, and the processor that applies one
-inside of `model.generate`."""
+r"""Sampling rules that depend on the margin, and a logits processor that applies one inside `model.generate`."""
 
 __all__ = ["MarginMinP", "MarginProcessor", "MarginTemperature", "Rule"]
 
@@ -20,20 +19,20 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class MarginTemperature:
-    r"""Divides logits by a temperature that falls with the margin: near degeneracy a token is drawn more carefully.
+    r"""Divides logits by a temperature that falls with the margin, so that sampling is sharper near degeneracy.
 
     $$ \tau_t = \min\big(\tau_{\max}, \max(\tau_{\min}, 1 + b\,(\log|\det J_t| - m_0))\big). $$
 
-    A temperature asked for besides multiplies it.
+    It multiplies with the `temperature` of `generate`.
 
     Args:
         pivot: $m_0$, log margin in nats at which the temperature is 1.
-        slope: $b \ge 0$, change of temperature a nat.
+        slope: $b \ge 0$, change of temperature per nat.
         lowest: $\tau_{\min} > 0$.
-        highest: $\tau_{\max} \ge \tau_{\min}$; 1: never hotter than without the rule.
+        highest: $\tau_{\max} \ge \tau_{\min}$; 1: never above the temperature without the rule.
 
     Raises:
-        ArgumentError: A number is out of its range.
+        ArgumentError: An argument is out of range.
 
     Example:
         >>> MarginTemperature(pivot=1.0, slope=0.5)(torch.ones(2, 1), torch.tensor([0.0, 3.0]))
@@ -49,30 +48,30 @@ class MarginTemperature:
     def __post_init__(self) -> None:
         if not (self.slope >= 0 and 0 < self.lowest <= self.highest):
             raise ArgumentError(
-                f"MarginTemperature: slope >= 0 and 0 < lowest <= highest are required, received slope={self.slope}, "
-                f"lowest={self.lowest} and highest={self.highest}; choose numbers that fit."
+                f"MarginTemperature must have slope >= 0 and 0 < lowest <= highest, received slope={self.slope}, "
+                f"lowest={self.lowest} and highest={self.highest}; change them."
             )
 
     def __call__(self, scores: Tensor, log_margin: Tensor) -> Tensor:
-        """Logits over the temperature of each row, `(B, V)`."""
+        """Logits divided by the temperature of each text, `(B, V)`."""
         temperature = (1 + self.slope * (log_margin - self.pivot)).clamp(self.lowest, self.highest)
         return scores / temperature.to(scores).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
 class MarginMinP:
-    r"""Leaves out tokens far less probable than the best one, and the more of them the smaller the margin.
+    r"""Removes tokens far less probable than the best one; the smaller the margin, the more tokens.
 
     $$ p_t(v) \ge \rho_t \max_u p_t(u), \qquad
        \rho_t = \min\big(\rho_{\max}, \max(0, b\,(m_0 - \log|\det J_t|))\big). $$
 
     Args:
-        pivot: $m_0$, log margin in nats from which on nothing is left out.
-        slope: $b \ge 0$, share a nat.
-        highest: $\rho_{\max}$, above 0 and at most 1; 1 leaves the best token alone.
+        pivot: $m_0$, log margin in nats above which nothing is removed.
+        slope: $b \ge 0$, change of $\rho$ per nat.
+        highest: $\rho_{\max}$, above 0 and at most 1; at 1 only the best token remains.
 
     Raises:
-        ArgumentError: A number is out of its range.
+        ArgumentError: An argument is out of range.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(2, 1)
@@ -88,23 +87,22 @@ class MarginMinP:
     def __post_init__(self) -> None:
         if not (self.slope >= 0 and 0 < self.highest <= 1):
             raise ArgumentError(
-                f"MarginMinP: slope >= 0 and 0 < highest <= 1 are required, received slope={self.slope} and "
-                f"highest={self.highest}; choose numbers that fit."
+                f"MarginMinP must have slope >= 0 and 0 < highest <= 1, received slope={self.slope} and "
+                f"highest={self.highest}; change them."
             )
 
     def __call__(self, scores: Tensor, log_margin: Tensor) -> Tensor:
-        """Logits with minus infinity at what is left out, `(B, V)`."""
-        share = (self.slope * (self.pivot - log_margin)).clamp(0, self.highest)
-        least = scores.amax(-1, keepdim=True) + share.to(scores).log().unsqueeze(-1)
+        """Logits, minus infinity at removed tokens, `(B, V)`."""
+        fraction = (self.slope * (self.pivot - log_margin)).clamp(0, self.highest)
+        least = scores.amax(-1, keepdim=True) + fraction.to(scores).log().unsqueeze(-1)
         return scores.masked_fill(scores < least, -torch.inf)
 
 
 class MarginProcessor(LogitsProcessor):
-    r"""Applies a rule inside of `model.generate(logits_processor=[...])`.
+    r"""Applies a rule inside `model.generate(logits_processor=[...])`.
 
-    Processors are handed no outputs of the model. This one reads the last forward pass through a capture of its own, so
-    that it belongs to one model, until it is removed: use it as a context. Temperature, top-k, top-p and min-p of
-    `generate` come after it.
+    It reads the last forward pass through hooks on the model until it is removed: use it as a context manager.
+    Temperature, top-k, top-p and min-p of `generate` are applied after it.
 
     Args:
         model: The model that generates.
@@ -136,7 +134,7 @@ class MarginProcessor(LogitsProcessor):
         """Log margins `(B,)` of the last step, in nats."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        """As `generate` calls it: tokens so far `(B, T)`, and logits `(B, V)`."""
+        """Applies the rule, given tokens so far `(B, T)` and logits `(B, V)`."""
         ((layer, state),) = self._capture.states().items()
         before = None if state.key.shape[2] == state.length else self._ids  # a text that begins goes on from nothing
         if before is not None and not torch.equal(input_ids[:, :-1], before):
@@ -150,7 +148,7 @@ class MarginProcessor(LogitsProcessor):
         return self.rule(scores, self.log_margin)
 
     def remove(self) -> None:
-        """Leaves the model as it was."""
+        """Removes the hooks."""
         self._capture.remove()
 
     def __enter__(self) -> "MarginProcessor":

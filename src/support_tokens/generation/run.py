@@ -1,4 +1,4 @@
-"""One run of `model.generate`: what stands before and after the choice of each token, and what has been written."""
+"""State of one run of `model.generate`: a logits processor, a stopping criterion, and the texts so far."""
 
 __all__ = ["Run"]
 
@@ -18,14 +18,14 @@ from support_tokens.generation.signals.observer import Observer
 from support_tokens.generation.signals.table import Signal, token_values
 from support_tokens.report.records import GeneratedToken, Generation
 
-# Ids of the prompt that are decoded before what was written, since some vocabularies drop a space that begins a text.
+# Number of prompt ids decoded together with new ones, since some vocabularies drop a leading space.
 _BEFORE = 4
 _INCOMPLETE = "\ufffd"
 
 
 @dataclass
 class _GenerationRow:
-    """One text so far."""
+    """One text in progress."""
 
     before: list[int]
     ids: list[int] = field(default_factory=list)
@@ -37,21 +37,21 @@ class _GenerationRow:
 
 
 class Run:
-    """A batch of texts while they are written.
+    """A batch of texts in progress.
 
     Args:
-        observer: Watches the model.
-        signals: What each token is told with.
-        tokenizer: Of the model.
-        prompts: As the model reads them.
-        ends: Ids that end a text.
-        most: Most tokens written.
+        observer: Reads the forward passes of the model.
+        signals: Signals recorded with each token.
+        tokenizer: Tokenizer of the model.
+        prompts: The tokenized prompts.
+        ends: Ids of end tokens.
+        most: Maximum number of new tokens.
         limits: Largest allowed values by name of a signal, with or without its layer.
-        adapt: Rule on the margin of the first layer, or None.
-        on_token: Told the row and each token.
+        margin_rule: Rule on the margin of the first layer, or None.
+        on_token: Called with the index of the text and each new token.
 
     Raises:
-        ArgumentError: A limit is no number, or names a layer that is not watched.
+        ArgumentError: A limit is not a number, or names a layer that is not read.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Run:
         ends: frozenset[int],
         most: int,
         limits: Mapping[str, float],
-        adapt: Rule | None,
+        margin_rule: Rule | None,
         on_token: Callable[[int, GeneratedToken], None] | None,
     ) -> None:
         self._observer, self._signals, self._tokenizer, self._prompts = observer, signals, tokenizer, prompts
-        self._ends, self._most, self._adapt, self._on_token = ends, most, adapt, on_token
+        self._ends, self._most, self._margin_rule, self._on_token = ends, most, margin_rule, on_token
         self._limits = _by_full_name(limits, signals, observer.layers)
         self._mask = prompts.mask
         self._padded = not bool(prompts.mask.all())
@@ -82,22 +82,22 @@ class Run:
 
     @property
     def _given(self) -> Tensor | None:
-        # Without padding every key is real, and nothing has to be masked.
+        # Without padding no mask is needed.
         return self._mask if self._padded else None
 
     def before(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Keeps the logits of the last pass, and adapts them: as a processor of logits is called."""
+        """Logits processor: keeps the logits of the last pass and applies the rule to them."""
         self._raw = scores
-        sound = scores.amax(-1, keepdim=True).isfinite()  # NaN, an infinity above all, and no token at all: none is
-        if self._adapt is not None:
+        sound = scores.amax(-1, keepdim=True).isfinite()  # False for NaN, +inf, and no token at all
+        if self._margin_rule is not None:
             margins = next(iter(self._observer.margins(self._given).values()))[:, 0]  # of the first layer
-            scores = self._adapt(scores, margins)
-            sound = sound & scores.amax(-1, keepdim=True).isfinite()  # a margin may be no number where logits are
+            scores = self._margin_rule(scores, margins)
+            sound = sound & scores.amax(-1, keepdim=True).isfinite()  # the margin may be NaN where logits are finite
         self._sound = sound[:, 0]
         return torch.where(sound, scores, 0.0)
 
     def after(self, input_ids: Tensor, _scores: Any) -> Tensor:
-        """Reads what was just written: as a criterion of stopping is called; True for each text that has ended."""
+        """Stopping criterion: records the new token of each text; True for each text that has ended."""
         found = self._observer.read(self._raw.unsqueeze(1), input_ids[:, -1:], self._given)
         values = {name: value[:, 0].tolist() for name, value in token_values(self._signals, found).items()}
         self._mask = torch.cat((self._mask, torch.ones_like(self._mask[:, :1])), dim=1)
@@ -113,9 +113,9 @@ class Run:
             row.reason = "nonfinite"
             return
         for name, limit in self._limits.items():
-            if not values[name] <= limit:  # NaN is no number below a threshold
-                said = "where a number is required" if math.isnan(values[name]) else f"above {limit:g}"
-                row.reason, row.stopped_by = "abstained", f"{name} was {values[name]:.4g}, {said}"
+            if not values[name] <= limit:  # written so that NaN stops too
+                reason = "where a number is required" if math.isnan(values[name]) else f"above {limit:g}"
+                row.reason, row.stopped_by = "abstained", f"{name} was {values[name]:.4g}, {reason}"
                 return
             if values[name] > row.largest.get(name, (-math.inf, 0))[0]:
                 row.largest[name] = values[name], len(row.ids) + 1
@@ -136,7 +136,7 @@ class Run:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _end_of(self, prompt: tuple[int, ...]) -> list[int]:
-        """Its last ids, from the beginning of a character on."""
+        """The last ids of a prompt, starting at a whole character."""
         count = _BEFORE
         while count < len(prompt) and self._decode(prompt[-count:]).startswith(_INCOMPLETE):
             count += 1
@@ -144,11 +144,11 @@ class Run:
 
     def _text(self, row: _GenerationRow) -> str:
         before, text = self._decode(row.before), self._decode(row.before + row.ids)
-        # A character that the prompt leaves incomplete is completed by what follows, and belongs to that.
+        # A character split between prompt and continuation belongs to the continuation.
         return text[len(before if text.startswith(before) else before.rstrip(_INCOMPLETE)) :]
 
     def generations(self) -> list[Generation]:
-        """What has been written so far; texts that had not ended count as interrupted."""
+        """The texts so far; those that have not ended are marked as interrupted."""
         return [
             Generation(
                 self._prompts.texts[place],
@@ -166,19 +166,19 @@ class Run:
         parts = [
             {
                 "end": f"It ended at the end token, after {count} tokens.",
-                "length": f"It stopped after {count} tokens, the most that were asked for.",
+                "length": f"It stopped after {count} tokens, the maximum asked for.",
                 "abstained": f"It abstained before token {count + 1}: {row.stopped_by}.",
-                "nonfinite": f"It stopped before token {count + 1}, whose logits are no finite numbers; "
-                "load it in float32 and check its weights.",
-            }.get(row.reason, f"It was interrupted after {count} tokens, which are kept.")
+                "nonfinite": f"It stopped before token {count + 1}, whose logits are not finite; "
+                "load the model in float32 and check its weights.",
+            }.get(row.reason, f"It was interrupted after {count} tokens.")
         ]
         if row.reason == "length" and not self._ends:
-            parts.append("The model names no end token, so that nothing else could end it.")
+            parts.append("The model has no end token.")
         if row.reason != "abstained":
             for name, limit in self._limits.items():
                 largest = row.largest.get(name)
-                said = "was never seen" if largest is None else f"was at most {largest[0]:.4g}, at token {largest[1]}"
-                parts.append(f"{name} never rose above {limit:g}: it {said}.")
+                value = "was never seen" if largest is None else f"was at most {largest[0]:.4g}, at token {largest[1]}"
+                parts.append(f"{name} never rose above {limit:g}: it {value}.")
         return " ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Draws of tokens that do not depend on the batch: each row has a generator of its own."""
+"""Sampling with one random generator per text, so that a sample does not depend on the batch."""
 
 __all__ = ["RowSampler"]
 
@@ -10,13 +10,13 @@ from transformers import LogitsProcessor
 
 
 class RowSampler(LogitsProcessor):
-    r"""Draws the next token of each row and leaves only that one: greedy decoding then is sampling.
+    r"""Samples the next token of each text and masks all others, so that greedy decoding returns it.
 
-    Row i draws one number a step from its own generator and takes the token where the cumulative probability passes it.
-    `generate` itself draws all rows from one global stream, in which a text depends on what stands beside it.
+    Text i draws one number per step from its own generator and takes the token where the cumulative probability passes
+    it. `generate` itself draws for all texts from one generator, so that a text depends on the rest of its batch.
 
     Args:
-        seeds: One a row.
+        seeds: One per text.
 
     Example:
         >>> sampler, logits = RowSampler([5, 6]), torch.zeros(2, 100)
@@ -30,10 +30,10 @@ class RowSampler(LogitsProcessor):
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        """Minus infinity but for the token that was drawn, `(B, V)`."""
+        """Minus infinity at all tokens except the sampled one, `(B, V)`."""
         cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
         drawn = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in self._generators])
         place = drawn.to(scores.device).unsqueeze(-1) * cumulative[:, -1:]
-        # To the right of equal numbers: a token of probability 0 is never drawn.
+        # right=True: a token of probability 0 is never drawn.
         token = torch.searchsorted(cumulative, place, right=True).clamp_max(scores.shape[-1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)

@@ -1,9 +1,8 @@
-r"""Queries, keys and values out of a Hugging Face model, as the states from which its exact Jacobians follow.
+r"""Captures queries, keys and values of a Hugging Face model as attention states.
 
-Transformers lets a program register an attention function. The one registered here leaves query, key, value and mask
-with the recorders of the attention module it runs for, and hands on to the function that the model used before, so the
-model computes what it did, bit for bit. Only captured modules are pointed to it, through a copy of the configuration of
-their own: no other layer, no other model and no global setting changes.
+Transformers lets a program register an attention function. The one registered here records query, key, value and mask,
+and calls the function that the model used before, so the outputs of the model do not change by a bit. Only captured
+modules use it, through a configuration of their own: no other layer, model or global setting changes.
 """
 
 __all__ = ["AttentionCapture", "capture_attention"]
@@ -28,24 +27,24 @@ from support_tokens.models.states import attention_state
 
 _IMPLEMENTATION = "support_tokens"
 _TAP = "_support_tokens_tap"
-# With these two the mask that a layer receives says who attends to whom; flash and flex kernels receive other things.
+# These two receive a mask that states which keys each query attends to; flash and flex kernels receive other arguments.
 _READABLE = ("sdpa", "eager")
 
 
 class AttentionCapture:
-    r"""Keeps what the last forward pass of `model` left at `layers`, until it is removed.
+    r"""Captures attention at `layers` in the last forward pass of `model`, until it is removed.
 
-    It is made of hooks that pickle and deep-copy with the model; a copy belongs to the copied model and has no tensors.
-    The recomputation of gradient checkpointing is not recorded. Dropout, where the model trains with any, is left out:
-    a state describes the map without its noise at the activations that the pass saw.
+    Its hooks pickle and deep-copy with the model; a copy belongs to the copied model and holds no tensors.
+    Recomputation for gradient checkpointing is not recorded. Attention dropout is ignored: a state describes
+    the map without dropout at the activations of the pass.
 
     Args:
-        model: A causal language model of transformers; PEFT, DDP, FSDP and `torch.compile` around it are seen through.
+        model: A causal language model of transformers; it may be wrapped by PEFT, DDP, FSDP or `torch.compile`.
         layers: Indices of blocks; negative ones count from the last.
 
     Raises:
         UnsupportedModelError: No table describes the model, or its attention is neither `sdpa` nor `eager`.
-        ArgumentError: A layer does not exist, or none is given.
+        ArgumentError: A layer does not exist, is given twice, or none is given.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -80,30 +79,30 @@ class AttentionCapture:
             raise
 
     def _before(self, module: nn.Module, args: tuple) -> None:
-        # What a failed or shorter pass left must never be taken for this one's.
+        # Tensors of a pass that failed must not be taken for those of this one.
         if not recomputing():
             self.clear()
             self._grad_outside = torch.is_grad_enabled()
 
     def pause(self, paused: bool = True) -> None:
-        """Lets forward passes go by unseen, or sees them again."""
+        """Stops recording forward passes, or starts again."""
         for recorder in self._recorders.values():
             recorder.paused = paused
 
     def clear(self) -> None:
-        """Drops the tensors of the last forward pass, and with them their part of the autograd graph."""
+        """Drops the tensors of the last forward pass and their part of the autograd graph."""
         for recorder in self._recorders.values():
             recorder.clear()
 
     def states(self, attention_mask: Tensor | None = None) -> dict[int, AttentionState]:
-        """The states of the last forward pass, one a layer, differentiable to parameters and activations.
+        """The states of the last forward pass by layer, differentiable with respect to parameters and activations.
 
         Args:
-            attention_mask: The mask that the model received, 1 at real tokens, `(B, S)`; of a longer one (KV cache) the
-                last S columns count. None, or a mask of 4 dimensions: a position is valid if it attends to itself.
+            attention_mask: The mask that the model received, 1 at real tokens, `(B, S)`; of a longer one the last S
+                columns are used. None, or a mask of 4 dimensions: a position is valid if it attends to itself.
 
         Returns:
-            Layer index to state, in float64 for a model in float64 and in float32 for any other.
+            Layer index to state, in float64 for a model in float64, else in float32.
 
         Raises:
             CaptureError: No pass was captured, it ran under reentrant checkpointing, or its mask is not causal.
@@ -115,18 +114,18 @@ class AttentionCapture:
         where = f"layer {index} of {self._name}"
         if not recorder.complete:
             raise CaptureError(
-                f"{where} left no queries and keys, and one forward pass through it is required; call the model before "
-                "asking, and where torch.compile was called before the capture began, compile afterwards."
+                f"{where} must have run in a forward pass of the model, received none; call the model first, and call "
+                "torch.compile after the capture began."
             )
         if self._grad_outside and not recorder.grad_enabled:
             raise CaptureError(
-                f"{where} ran without gradients inside a pass with gradients, as reentrant checkpointing does, and its "
-                "penalty would have no gradient; checkpoint with use_reentrant=False."
+                f"{where} must run with gradients inside a pass with gradients, received one without, as in reentrant "
+                "checkpointing; checkpoint with use_reentrant=False."
             )
         return attention_state(recorder, attention_mask, where)
 
     def remove(self) -> None:
-        """Takes hooks away and points the modules to their own configuration again; states that were captured stay."""
+        """Removes the hooks; states that were returned stay valid."""
         for handle in self._handles:
             handle.remove()
         for index, attention in self._attentions.items():
@@ -136,7 +135,7 @@ class AttentionCapture:
 
 @contextmanager
 def capture_attention(model: nn.Module, layers: Sequence[int] = (0,)) -> Iterator[AttentionCapture]:
-    r"""Captures attention inside a `with` block; the states can be read inside and after it.
+    r"""Captures attention inside a `with` block; states can be read inside and after it.
 
     Args:
         model: A causal language model of transformers.
@@ -165,7 +164,7 @@ def capture_attention(model: nn.Module, layers: Sequence[int] = (0,)) -> Iterato
 
 
 class _Tap:
-    """What stands between one attention module and its attention function: its own configuration and its recorders."""
+    """The former configuration, the eager function and the recorders of one captured attention module."""
 
     def __init__(self, attention: nn.Module) -> None:
         self.config = attention.config
@@ -174,9 +173,9 @@ class _Tap:
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
-    """The registered attention function: leaves its arguments with the recorders and hands on."""
+    """The registered attention function: records its arguments and calls the former function."""
     tap = getattr(module, _TAP)
-    # Read anew each time: the caller may set another implementation, and the mask then is the one of that.
+    # Read at every call, since the caller may set another implementation, which decides the form of the mask.
     implementation = attention_implementation(tap.config)
     if implementation not in _READABLE:
         _refuse(type(module).__name__, implementation)
@@ -207,14 +206,14 @@ def _untap(attention: nn.Module, recorder: LayerRecorder) -> None:
 
 
 def _eager_function(attention: nn.Module):
-    """The attention written out in the file of the model, which transformers keeps in no registry."""
+    """The eager attention function of the model's own file, which no registry of transformers holds."""
     for cls in type(attention).__mro__:
         function = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
         if function is not None:
             return function
     raise UnsupportedModelError(
-        f"{type(attention).__name__} does not go through the attention interface of transformers, which is required to "
-        "see its queries and keys; use the class that transformers ships for this model_type."
+        f"{type(attention).__name__} must use the attention interface of transformers, received a class that does "
+        "not; use the class that transformers ships for this model_type."
     )
 
 
@@ -225,14 +224,14 @@ def _check_readable(name: str, attention: nn.Module) -> None:
         _refuse(name, implementation)
     if not getattr(attention, "is_causal", True):
         raise UnsupportedModelError(
-            f"{name} attends in both directions where causal attention is required; use a causal language model."
+            f"{name} must use causal attention, received attention in both directions; use a causal language model."
         )
 
 
 def _refuse(name: str, implementation: str) -> None:
     raise UnsupportedModelError(
-        f"{name} uses the attention implementation {implementation!r}, which does not say who attends to whom, where "
-        "'sdpa' or 'eager' is required; load the model with attn_implementation='sdpa'."
+        f"{name} must use the attention implementation 'sdpa' or 'eager', received {implementation!r}; load the model "
+        "with attn_implementation='sdpa'."
     )
 
 
@@ -241,9 +240,9 @@ def _indices(layers: Sequence[int], depth: int) -> tuple[int, ...]:
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, int) or not -depth <= layer < depth:
             raise ArgumentError(
-                f"layers must be integers from {-depth} to {depth - 1}, received {layer!r}; name a block."
+                f"layers must be integers from {-depth} to {depth - 1}, received {layer!r}; pass indices of blocks."
             )
         found.append(layer % depth)
     if not found or len(set(found)) < len(found):
-        raise ArgumentError(f"layers must name one block or more, each once, received {tuple(layers)}; name each once.")
+        raise ArgumentError(f"layers must name one block or more, each once, received {tuple(layers)}; pass each once.")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Hooks that keep what one layer did in a forward pass: picklable, deep-copyable, and silent in recomputations."""
+"""Hooks that record one layer in a forward pass; they pickle, deep-copy, and ignore recomputation."""
 
 __all__ = ["LayerRecorder", "NormRecorder", "recomputing"]
 
@@ -13,13 +13,13 @@ from support_tokens.models.compat import inside_backward, is_replica
 
 
 def recomputing() -> bool:
-    """Whether this runs inside a backward pass: then gradient checkpointing repeats a forward pass that was seen."""
-    # The compiler plans recomputation itself and never runs Python for it.
+    """Whether this runs inside a backward pass, where gradient checkpointing repeats an earlier forward pass."""
+    # The compiler plans recomputation itself, without running Python.
     return not torch.compiler.is_compiling() and inside_backward()
 
 
 class _Recorder:
-    """An object whose attribute `tensors` exists in no copy and no file: tensors of a graph can be neither."""
+    """Holds tensors of an autograd graph, which are left out of copies and pickles."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -29,7 +29,7 @@ class _Recorder:
 
 
 class NormRecorder(_Recorder):
-    """Keeps the input and the gain of one norm.
+    """Records the input and the gain of one norm.
 
     Args:
         norm: Its table entry.
@@ -55,12 +55,12 @@ class NormRecorder(_Recorder):
 
 
 class LayerRecorder(_Recorder):
-    """Keeps query, key, value, mask, rotation and weights of one attention layer, and the recorders of its norms.
+    """Records query, key, value, mask, rotation and weights of one attention layer, and its norms.
 
     Args:
         architecture: The table of the model.
         block: The block that holds the layer.
-        index: Its place in the model.
+        index: Index of the block.
     """
 
     def __init__(self, architecture: Architecture, block: nn.Module, index: int) -> None:
@@ -84,18 +84,18 @@ class LayerRecorder(_Recorder):
 
     @property
     def complete(self) -> bool:
-        """Whether a forward pass has left everything here."""
+        """Whether a forward pass has been recorded completely."""
         wanted = ("query", "cos", "sin") if self.rotates else ("query",)
         return all(name in self.tensors for name in wanted) and all(norm.tensors for norm in self.norms.values())
 
     def clear(self) -> None:
-        """Forgets the last forward pass."""
+        """Drops the tensors of the last forward pass."""
         self.tensors = {}
         for recorder in self.norms.values():
             recorder.tensors = {}
 
     def attach(self, block: nn.Module) -> list[RemovableHandle]:
-        """Hooks the norms and the attention of `block`."""
+        """Registers hooks on the norms and the attention of `block`."""
         attention = block.get_submodule(self.architecture.attention)
         handles = [attention.register_forward_pre_hook(self.before, with_kwargs=True)]
         for role, recorder in self.norms.items():
@@ -104,23 +104,23 @@ class LayerRecorder(_Recorder):
         return handles
 
     def before(self, attention: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forward pre-hook of attention: weights and rotation, which exist or are whole only while it runs."""
+        """Forward pre-hook of attention: records weights and rotation, which may exist only while it runs."""
         if self.paused:
             return
-        # Sums with LoRA are formed in a recomputation too, which must save as many tensors as the pass it repeats.
+        # A recomputation forms the sums with LoRA too, since it must save as many tensors as the pass that it repeats.
         weights = {path: effective_weight(attention.get_submodule(path)) for path in self._projections}
         if recomputing():
             return
         if is_replica(attention):
             raise CaptureError(
-                f"layer {self.index} runs in threads of torch.nn.DataParallel, which share no memory with the capture; "
-                "one process a device is required: start with torchrun or accelerate launch."
+                f"layer {self.index} must run in one process per device, received a thread of torch.nn.DataParallel; "
+                "start with torchrun or accelerate launch."
             )
         cache = next((kwargs[name] for name in ("cache", "layer_past") if kwargs.get(name) is not None), None)
         if getattr(cache, "is_compileable", False):
             raise CaptureError(
-                f"layer {self.index} writes into a {type(cache).__name__} of fixed size, whose empty slots hide where "
-                "its keys are; use a DynamicCache."
+                f"layer {self.index} must write into a cache without empty slots, received a {type(cache).__name__} "
+                "of fixed size; use a DynamicCache."
             )
         self.tensors.update(weights)
         if self.rotates and kwargs.get("position_embeddings") is not None:
@@ -131,13 +131,13 @@ class LayerRecorder(_Recorder):
         return (*self.architecture.projections, self.architecture.output)
 
     def on_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
-        """Called by the registered attention function with its arguments."""
+        """Records the arguments of the attention function."""
         if self.paused or recomputing():
             return
         if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise CaptureError(
-                f"layer {self.index} attends with a position bias or in both directions where plain causal attention "
-                "is required; use a model and a call without."
+                f"layer {self.index} must use plain causal attention, received a position bias or attention in both "
+                "directions; use a model and a call without."
             )
         self.tensors.update(query=query, key=key, value=value)
         if mask is not None:

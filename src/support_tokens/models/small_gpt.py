@@ -1,4 +1,4 @@
-"""SmallGPT: a small GPT-2 of stock transformers that reads and writes single characters."""
+"""SmallGPT: a small character-level GPT-2 of transformers."""
 
 __all__ = [
     "build_small_gpt",
@@ -32,17 +32,17 @@ from transformers.utils import logging
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
 
 PAD, UNKNOWN = "\0", "\ufffd"
-"""Special tokens of one character each: no run of ordinary text, such as the literal `<unk>` of WikiText, is one."""
+"""Special tokens are single characters, so that ordinary text such as the literal `<unk>` of WikiText is none."""
 
 
 def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
     r"""A tokenizer whose tokens are the characters (code points) of a text, in order of code point.
 
-    One character is one token, always: `len(ids) == len(text)`, so nats per token are nats per character. Characters
-    that `text` lacks become the token of U+FFFD. It is saved by `save_pretrained` and read by `AutoTokenizer`.
+    One character is one token: `len(ids) == len(text)`, so nats per token are nats per character. Characters not in
+    `text` become the token of U+FFFD. `save_pretrained` and `AutoTokenizer` save and load it.
 
     Args:
-        text: Text that holds the alphabet: the training part of a corpus.
+        text: Text that contains the alphabet, such as the training part of a corpus.
 
     Returns:
         The tokenizer, with `pad_token` (id 0) and `unk_token` (id 1).
@@ -58,7 +58,7 @@ def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
         'abba'
     """
     if not text:
-        raise DataError("the text that the alphabet is taken from is empty; pass the training text.")
+        raise DataError("text must have at least one character, received none; pass the training text.")
     alphabet = sorted(set(text) - {PAD, UNKNOWN})
     vocabulary = {character: index for index, character in enumerate([PAD, UNKNOWN, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -76,10 +76,10 @@ def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     r"""Token ids of a whole text under a character tokenizer, by one table lookup.
 
-    Equal to `tokenizer(text)["input_ids"]`, in a small part of its time and memory.
+    Equal to `tokenizer(text)["input_ids"]`, but much faster.
 
     Args:
-        tokenizer: Made by `character_tokenizer`, or read from its files.
+        tokenizer: A tokenizer from `character_tokenizer`.
         text: Any text.
 
     Returns:
@@ -95,7 +95,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     vocabulary = tokenizer.get_vocab()
     if tokenizer.unk_token_id is None or any(len(token) != 1 for token in vocabulary):
         raise ArgumentError(
-            f"encode: {type(tokenizer).__name__} is not a character tokenizer; pass one made by character_tokenizer."
+            f"tokenizer must be a character tokenizer, received {type(tokenizer).__name__}; pass one from "
+            "character_tokenizer."
         )
     points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
     table = np.full(0x110000, tokenizer.unk_token_id, dtype=np.int64)
@@ -105,7 +106,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
 
 
 def unknown_rate(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> float:
-    """Share of ids that are the unknown token, between 0 and 1.
+    """Fraction of ids that are the unknown token.
 
     Args:
         tokenizer: The tokenizer that made the ids.
@@ -122,15 +123,15 @@ def unknown_rate(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> float:
 def build_small_gpt(
     tokenizer: PreTrainedTokenizerBase, *, layers: int, heads: int, width: int, context: int, dropout: float = 0.0
 ) -> GPT2LMHeadModel:
-    r"""A GPT-2 with random weights in GPT-2's initialisation, drawn from torch's global generator.
+    r"""A GPT-2 with random weights, drawn from torch's global generator.
 
     Args:
-        tokenizer: Gives the size of the vocabulary.
-        layers: Residual blocks.
-        heads: Attention heads $H$; divides `width`.
+        tokenizer: Tokenizer of the model, whose vocabulary it gets.
+        layers: Number of residual blocks.
+        heads: Number of attention heads $H$; divides `width`.
         width: Model width $D$.
-        context: Most characters read at once.
-        dropout: Probability of dropout on embeddings, attention and residuals.
+        context: Maximum number of tokens.
+        dropout: Dropout probability of embeddings, attention and residuals.
 
     Returns:
         The model in train mode, float32; its input and output embeddings are tied.
@@ -144,19 +145,19 @@ def build_small_gpt(
         (4, 1048)
     """
     if width % heads:
-        raise ArgumentError(f"small_gpt: heads must divide width, received heads={heads} and width={width}.")
+        raise ArgumentError(f"heads must divide width, received heads={heads} and width={width}; change one of them.")
     config = GPT2Config(
         vocab_size=len(tokenizer),
         n_layer=layers,
         n_head=heads,
         n_embd=width,
         n_positions=context,
-        # The tanh form of GELU, as in GPT-2, by torch's own kernel: the same function at half the time on a processor.
+        # The GELU of GPT-2 by the kernel of torch, which takes half the time on a CPU.
         activation_function="gelu_pytorch_tanh",
         embd_pdrop=dropout,
         attn_pdrop=dropout,
         resid_pdrop=dropout,
-        # GPT-2's own ids point beyond a vocabulary of characters.
+        # The ids of GPT-2 lie outside a vocabulary of characters.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
@@ -165,7 +166,7 @@ def build_small_gpt(
 
 
 def load_small_gpt(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Reads model and tokenizer of a finished run, by the Auto classes of transformers and from files only.
+    """Loads model and tokenizer of a finished run from local files.
 
     Args:
         folder: The `model` folder of a run, or the run folder that holds it.
@@ -174,7 +175,7 @@ def load_small_gpt(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedToken
         The model in eval mode, and its tokenizer.
 
     Raises:
-        RunFolderError: The folder holds no checkpoint, or one that cannot be read.
+        RunFolderError: The folder holds no checkpoint, or it cannot be read.
     """
     folder = Path(folder)
     folder = folder / "model" if (folder / "model").is_dir() else folder
@@ -184,7 +185,7 @@ def load_small_gpt(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedToken
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers, safetensors and tokenizers each raise their own, with no common root
+    except Exception as error:  # transformers, safetensors and tokenizers have no common base class of errors
         reason = " ".join(str(error).split())[:300]
         raise RunFolderError(f"the model in '{folder}' cannot be read ({reason}); train it again.") from error
     return _with_loss(model).eval(), tokenizer
@@ -192,7 +193,7 @@ def load_small_gpt(folder: str | Path) -> tuple[PreTrainedModel, PreTrainedToken
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Within it, only errors of transformers reach the terminal: no bars and no advice beside those of this package."""
+    """Hides progress bars and warnings of transformers; errors are still shown."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -206,7 +207,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Within it torch uses `count` threads; 0 leaves its choice.
+    """Makes torch use `count` threads; 0 leaves the number unchanged.
 
     Example:
         >>> with torch_threads(1):
@@ -222,6 +223,6 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def _with_loss(model):
-    # GPT2LMHeadModel does not say which loss is its own, and transformers then warns before it takes the same one.
+    # GPT2LMHeadModel names no loss_type, for which transformers warns before it uses this one.
     model.loss_type = "ForCausalLM"
     return model

@@ -1,4 +1,4 @@
-r"""From what the hooks of a layer kept to an `AttentionState`: one precision, heads apart, any mask as booleans."""
+r"""Builds an `AttentionState` from a recorded layer: one precision, separate heads, a boolean mask."""
 
 __all__ = ["attention_state"]
 
@@ -17,15 +17,15 @@ Lift = Callable[[Tensor], Tensor]
 
 
 def attention_state(recorder: LayerRecorder, attention_mask: Tensor | None, where: str) -> AttentionState:
-    """The state of one captured layer, float64 if its query is and float32 otherwise.
+    """The state of one recorded layer, in float64 if its query is, else in float32.
 
     Args:
-        recorder: What the hooks of the layer kept.
+        recorder: The recorded layer.
         attention_mask: 1 at real tokens, `(B, S)` or longer, or None.
         where: Names the layer in errors.
 
     Raises:
-        CaptureError: The weights are not whole, or the mask is not causal.
+        CaptureError: The weights are parts of whole matrices, or the mask is not causal.
         ArgumentError: `attention_mask` does not fit.
     """
     kept = recorder.tensors
@@ -34,12 +34,12 @@ def attention_state(recorder: LayerRecorder, attention_mask: Tensor | None, wher
     factor = recorder.options["scaling"]
 
     def lift(tensor: Tensor) -> Tensor:
-        # A pass without gradients leaves weights that ask for some and, in inference mode, cannot give any.
+        # A pass without gradients records weights that require gradients; inference mode cannot give any.
         tensor = tensor if recorder.grad_enabled else tensor.detach()
         return tensor.to(device=query.device, dtype=dtype)
 
     def real(tensor: Tensor, mask: Tensor | None) -> Tensor:
-        # What stands in padding (it may be NaN) must not reach any product, not even times zero.
+        # Padding may hold NaN, which would survive a product with zero.
         return lift(tensor) if mask is None else torch.where(mask, lift(tensor), 0.0)
 
     with full_precision(query):
@@ -78,7 +78,7 @@ def _weights(recorder: LayerRecorder, lift: Lift, where: str) -> list[Tensor]:
     if sum(w.shape[0] for w in stacked) != sum(sizes) or output.shape[1] != heads * value_width:
         raise CaptureError(
             f"{where} has projections of {[tuple(w.shape) for w in (*stacked, output)]} for {heads} query and {groups} "
-            "key heads, which are parts of whole matrices; use neither tensor parallelism nor ZeRO stage 3."
+            "key heads; use neither tensor parallelism nor ZeRO stage 3, which split matrices."
         )
     if table.fused == "stacked":
         stacked = list(stacked[0].split(sizes))
@@ -121,7 +121,7 @@ def _allowed(mask: Tensor | None, length: int, keys: int, where: str) -> Tensor 
         return None
     if mask.dim() != 4:
         raise CaptureError(
-            f"{where} received a mask of shape {tuple(mask.shape)} where (B, 1, T, S) is required; load the model with "
+            f"{where} must receive a mask of shape (B, 1, T, S), received {tuple(mask.shape)}; load the model with "
             "attn_implementation='sdpa'."
         )
     mask = mask[..., :keys]
@@ -133,8 +133,8 @@ def _allowed(mask: Tensor | None, length: int, keys: int, where: str) -> Tensor 
         broken = broken | (allowed & (mask != 0))
     _require(
         ~broken.any(),
-        f"{where} received a mask that lets positions see later ones, or weighs keys, where a causal one "
-        "of 0 and -inf is required; pass none, or one that only hides keys.",
+        f"{where} must receive a causal mask of 0 and -inf, received one that shows later positions or weighs keys; "
+        "pass none, or one that only hides keys.",
     )
     return allowed
 
@@ -146,14 +146,14 @@ def _require(condition: Tensor, sentence: str) -> None:
         if not condition:
             raise CaptureError(sentence)
     else:
-        # Asked on the device, so that training does not wait for the answer.
+        # Asserted on the device, so that training does not wait for the result.
         assert_on_device(condition, sentence)
 
 
 def _valid(
     attention_mask: Tensor | None, allowed: Tensor | None, query: Tensor, keys: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Who is a real token, `(B, T)`, and the mask without keys that are none."""
+    """Real tokens, `(B, T)`, and the mask without keys at padding."""
     batch, _, length, _ = query.shape
     if attention_mask is not None and attention_mask.dim() == 2:
         if attention_mask.shape[0] != batch or attention_mask.shape[1] < keys:

@@ -1,4 +1,4 @@
-"""Selective prediction: figures of uncertainty against error, and thresholds that keep a stated risk."""
+"""Selective prediction: metrics of uncertainty against error, and thresholds with a risk guarantee."""
 
 __all__ = [
     "Outcome",

@@ -1,14 +1,14 @@
-r"""Thresholds of a signal, calibrated on held-out sequences so that a stated risk is kept.
+r"""Thresholds of a signal, calibrated on held-out sequences so that the risk stays below a bound.
 
-Two risks, two guarantees; both for scores u, errors e in [0, 1], and a sequence of n predictions of which those with
-$u_t \le \tau$ are answered:
+For scores u, errors e in [0, 1], and a sequence of n predictions of which those with $u_t \le \tau$ are answered, there
+are two risks and two guarantees:
 
-- error share $L(\tau) = \tfrac1n \sum_t e_t [u_t \le \tau]$, the share of **all** predictions that are answered and
-  wrong. It grows with $\tau$, whatever the signal: conformal risk control bounds its expectation.
-- selective risk $r(\tau) = E[L(\tau)] / E[C(\tau)]$ with coverage $C = \tfrac1n \sum_t [u_t \le \tau]$: what is wrong
-  among the **answered**. It need not grow with $\tau$: learn-then-test bounds it with a confidence.
+- error share $L(\tau) = \tfrac1n \sum_t e_t [u_t \le \tau]$, the fraction of **all** predictions that are answered
+  and wrong. It grows with $\tau$ for any signal; conformal risk control bounds its expectation.
+- selective risk $r(\tau) = E[L(\tau)] / E[C(\tau)]$ with coverage $C = \tfrac1n \sum_t [u_t \le \tau]$: the errors
+  among the **answered**. It need not grow with $\tau$; learn-then-test bounds it with a confidence.
 
-What must be exchangeable, or independent, is sequences. The tokens of a sequence depend on each other in any way.
+Sequences must be exchangeable or independent. Tokens within a sequence may depend on each other in any way.
 """
 
 __all__ = ["betting_p_value", "conformal_risk_control", "learn_then_test"]
@@ -23,7 +23,7 @@ from support_tokens.generation.selective.levels import Floats
 from support_tokens.generation.selective.outcome import Threshold, scored_sequences
 
 CANDIDATES = 256
-"""Thresholds that are tried at most where each is a test of its own."""
+"""Maximum number of thresholds tested by `learn_then_test`."""
 
 
 def conformal_risk_control(
@@ -35,26 +35,26 @@ def conformal_risk_control(
     signal: str = "score",
     prefix: bool = True,
 ) -> Threshold:
-    r"""The largest threshold whose error share is at most `risk` in expectation, by conformal risk control.
+    r"""The largest threshold whose expected error share is at most `risk`, by conformal risk control.
 
     $$ \hat\tau = \max \Big( \tau : \frac{1 + \sum_{i=1}^n L_i(\tau)}{n + 1} \le \mathrm{risk} \Big)
        \quad\Rightarrow\quad E[L_{n+1}(\hat\tau)] \le \mathrm{risk}, $$
 
-    over the draw of the n calibration sequences **and** of the next one. It holds for any signal and any model, if the
-    n + 1 sequences are exchangeable: drawn from one source in one way. It says nothing about one given calibration set,
-    nor about text of another source. It is a share of all predictions, so it is small too where little is answered.
+    over the draw of the n calibration sequences **and** of the next one. It holds for any signal and any model if the
+    n + 1 sequences are exchangeable. It does not hold given one calibration set, nor for text of another source. The
+    error share is a fraction of all predictions, so it is also small where little is answered.
 
     Args:
-        score: Uncertainty of each prediction, `(N, T)`, or `(N,)` for one decision a sequence.
+        score: Uncertainty of each prediction, `(N, T)`, or `(N,)` for one prediction per sequence.
         error: Error of each between 0 and 1, same shape.
-        risk: Bound of the expected share of answered and wrong predictions, between 0 and 1.
+        risk: Bound on the expected fraction of predictions that are answered and wrong, between 0 and 1.
         valid: False at padding, same shape.
         signal: Name of the signal, for `generate`.
-        prefix: A sequence ends at its first score above the threshold (generation that stops); False: every prediction
-            is answered or not by itself.
+        prefix: Whether a sequence ends at its first score above the threshold, as generation does; False: each
+            prediction is decided by itself.
 
     Returns:
-        The threshold; it abstains from everything where `risk` is not reached, always if `risk < 1 / (N + 1)`.
+        The threshold; it abstains from everything if no threshold meets `risk`, always for `risk < 1 / (N + 1)`.
 
     Raises:
         ArgumentError: Shapes or numbers are out of range.
@@ -69,14 +69,14 @@ def conformal_risk_control(
         >>> conformal_risk_control([[0.1, 0.6]] * 3, [[0, 1]] * 3, risk=0.2).abstains
         True
     """
-    _check_share(risk, "risk")
+    _check_fraction(risk, "risk")
     data = scored_sequences(score, error, valid, prefix=prefix)
     count = len(data.score)
-    # One pass over all scores, from the least: the sum of the losses after each is exact at the last of equal ones.
+    # Cumulative losses in ascending order of the scores; among equal scores the last one has the right sum.
     order = np.argsort(data.score, axis=None, kind="stable")
     scores, losses = data.score.ravel()[order], (data.share * data.error).ravel()[order].cumsum()
     last = np.append(scores[1:] > scores[:-1], True) & np.isfinite(scores)
-    # A sum that meets the bound exactly must not miss it by rounding.
+    # The tolerance keeps a sum that equals the bound from missing it by rounding.
     kept = last & ((losses + 1) <= risk * (count + 1) * (1 + 1e-12))
     value = float(scores[kept].max()) if kept.any() else None
     return Threshold(signal, value, prefix, "error share", risk, None, count, data.outcome(value))
@@ -93,28 +93,28 @@ def learn_then_test(
     prefix: bool = True,
     pilot: float = 0.25,
 ) -> Threshold:
-    r"""A large threshold whose selective risk is at most `risk` with the confidence asked for, by learn-then-test.
+    r"""A large threshold whose selective risk is at most `risk` with a given confidence, by learn-then-test.
 
     $$ P\big( r(\hat\tau) \le \mathrm{risk} \big) \ge \mathrm{confidence} $$
 
     over the draw of the calibration sequences, for any signal and any model, if the sequences are independent draws
-    from one source; $r$ is that of this source. The first sequences, a share `pilot`, choose where testing starts, at
-    the threshold with the strongest evidence there, and from where it goes up; the others test
-    $H_\tau: E[L(\tau)] \ge \mathrm{risk} \cdot E[C(\tau)]$ in this fixed order until one is not rejected
-    (`betting_p_value`), so that the number of thresholds costs no confidence. Put the sequences in random order first.
+    from one source, whose risk is $r$. A first part of the sequences (`pilot`) chooses the threshold with the strongest
+    evidence, from which testing goes upwards; the others test $H_\tau: E[L(\tau)] \ge \mathrm{risk} \cdot E[C(\tau)]$
+    in this fixed order until one is not rejected (`betting_p_value`), so that the number of thresholds costs no
+    confidence. Shuffle the sequences first.
 
     Args:
-        score: Uncertainty of each prediction, `(N, T)`, or `(N,)` for one decision a sequence.
+        score: Uncertainty of each prediction, `(N, T)`, or `(N,)` for one prediction per sequence.
         error: Error of each between 0 and 1, same shape.
-        risk: Bound of the error among the answered, between 0 and 1.
+        risk: Bound on the error among the answered, between 0 and 1.
         confidence: Between 0 and 1.
         valid: False at padding, same shape.
         signal: Name of the signal, for `generate`.
         prefix: As in `conformal_risk_control`.
-        pilot: Share of the sequences that choose the order of testing, between 0 and 1.
+        pilot: Fraction of the sequences that choose where testing starts, between 0 and 1.
 
     Returns:
-        The threshold; it abstains from everything where the first test is not rejected, as with few sequences.
+        The threshold; it abstains from everything if the first test is not rejected, as with few sequences.
 
     Raises:
         ArgumentError: Shapes or numbers are out of range, or there are fewer than two sequences.
@@ -132,12 +132,12 @@ def learn_then_test(
         >>> threshold.kind, threshold.confidence, threshold.measured.coverage > 0.45
         ('selective risk', 0.95, True)
     """
-    for name, share in (("risk", risk), ("confidence", confidence), ("pilot", pilot)):
-        _check_share(share, name)
+    for name, value in (("risk", risk), ("confidence", confidence), ("pilot", pilot)):
+        _check_fraction(value, name)
     data = scored_sequences(score, error, valid, prefix=prefix)
     count = len(data.score)
     if count < 2:
-        raise ArgumentError(f"learn_then_test needs two sequences or more, received {count}; calibrate on hundreds.")
+        raise ArgumentError(f"score must have at least 2 sequences, received {count}; calibrate on hundreds.")
     first = min(max(1, round(pilot * count)), count - 1)
     scout, test = data.part(slice(first)), data.part(slice(first, None))
     distinct = np.unique(scout.score[np.isfinite(scout.score)])
@@ -145,24 +145,24 @@ def learn_then_test(
     ahead = betting_p_value(_gap(scout.shares(thresholds), risk), risk, level=1 - confidence)
     path = thresholds[int(np.argmin(ahead)) :]
     rejected = betting_p_value(_gap(test.shares(path), risk), risk, level=1 - confidence) <= 1 - confidence
-    passed = int(np.argmin(np.append(rejected, False)))  # how many before the first that is not
+    passed = int(np.argmin(np.append(rejected, False)))  # number of rejections before the first that fails
     value = float(path[passed - 1]) if passed else None
     return Threshold(signal, value, prefix, "selective risk", risk, confidence, count, data.outcome(value))
 
 
 def betting_p_value(x: Floats, mean: float, *, level: float = 0.05) -> Floats:
-    r"""P-values of $H: E[X] \ge m$ for independent draws $X \in [0, 1]$, by betting against it.
+    r"""P-values of $H: E[X] \ge m$ for independent draws $X \in [0, 1]$, by betting.
 
     $$ p = \min_t K_t^{-1}, \qquad K_t = \prod_{i \le t} \big(1 + \nu_i (m - X_i)\big), $$
 
-    a wealth that cannot grow in expectation under H, whence $P(p \le \delta) \le \delta$ (Ville). The bets
-    $\nu_i \le 0.9 / (1 - m)$ look at the draws before i only. Where the draws vary little, as means over the tokens of
-    a sequence do, it is far stronger than Hoeffding's and Bentkus' bounds, which know the mean alone.
+    a wealth that does not grow in expectation under H, so $P(p \le \delta) \le \delta$ by Ville's inequality. The bets
+    $\nu_i \le 0.9 / (1 - m)$ depend on earlier draws only. For draws of small variance, such as means over the tokens
+    of a sequence, it is far stronger than the bounds of Hoeffding and Bentkus, which use the mean alone.
 
     Args:
-        x: Draws, `(n, ...)`, in the order in which they are bet on.
+        x: Draws, `(n, ...)`, in the order of betting.
         mean: $m$, between 0 and 1.
-        level: The bets are sized for this p-value; any value is valid.
+        level: P-value for which the bets are sized; the result is valid for any.
 
     Returns:
         `(...)`, at most 1.
@@ -184,11 +184,11 @@ def betting_p_value(x: Floats, mean: float, *, level: float = 0.05) -> Floats:
 
 
 def _gap(shares: tuple[Floats, Floats], risk: float) -> Floats:
-    """`L - risk C + risk`, in [0, 1] for each sequence: its mean is below `risk` where the selective risk is."""
+    """`L - risk C + risk` of each sequence, in [0, 1]; its mean is below `risk` exactly if the selective risk is."""
     answered, wrong = shares
     return wrong - risk * answered + risk
 
 
-def _check_share(value: float, name: str) -> None:
+def _check_fraction(value: float, name: str) -> None:
     if not 0 < value < 1:
-        raise ArgumentError(f"{name} must lie between 0 and 1, received {value!r}; 0.05 is 5 %.")
+        raise ArgumentError(f"{name} must be between 0 and 1, received {value!r}; pass 0.05 for 5 %.")

@@ -1,8 +1,8 @@
-r"""Scores of uncertainty as levels: how many predictions stand at each level, and how many of them are wrong.
+r"""Counts of predictions and errors at each level of an uncertainty score.
 
-Every figure of a score against errors depends on the order of the score alone, so it is a function of two rows of
-numbers: the count $n_l$ and the errors $e_l$ of level $l$, from the least to the most uncertain. Equal scores are one
-level, and figures are means over the orders that ties can be broken in. Counts may be weighted, as a bootstrap needs.
+Rank metrics of a score against errors are functions of the count $n_l$ and the errors $e_l$ at level $l$, from the
+least to the most uncertain. Equal scores are one level; metrics are means over all orders of ties. Counts may be
+weighted, as a bootstrap needs.
 """
 
 __all__ = ["area_of", "auroc_of", "levels_of", "rejection_ratio_of"]
@@ -27,7 +27,7 @@ def levels_of(score: ArrayLike, error: ArrayLike) -> tuple[Floats, Floats]:
         Two arrays `(L,)`.
 
     Raises:
-        ArgumentError: Shapes differ, nothing is there, a number is not finite, or an error lies outside of [0, 1].
+        ArgumentError: Shapes differ, there is no entry, a number is not finite, or an error is outside [0, 1].
 
     Example:
         >>> [row.tolist() for row in levels_of([0.5, 0.1, 0.5], [1, 0, 0])]
@@ -41,8 +41,8 @@ def levels_of(score: ArrayLike, error: ArrayLike) -> tuple[Floats, Floats]:
         )
     if not np.isfinite(scores).all():
         raise ArgumentError(
-            f"score must be finite, received {int((~np.isfinite(scores)).sum())} entries that are not; leave positions "
-            "without a score out, of score and error alike."
+            f"score must be finite, received {int((~np.isfinite(scores)).sum())} entries that are not; remove "
+            "positions without a score from score and error."
         )
     if not (np.isfinite(errors).all() and errors.min() >= 0 and errors.max() <= 1):
         raise ArgumentError(
@@ -55,14 +55,14 @@ def levels_of(score: ArrayLike, error: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def auroc_of(count: Floats, wrong: Floats) -> Floats:
-    r"""Share of pairs (right, wrong) in which the wrong one stands at a higher level, ties counted half, `(...)`.
+    r"""Fraction of pairs (right, wrong) in which the wrong one has the higher level, ties counted half, `(...)`.
 
     Args:
         count: $n_l$, `(..., L)`.
         wrong: $e_l$, `(..., L)`.
 
     Returns:
-        The share; NaN where nothing is wrong or nothing is right.
+        The fraction; NaN if all are right or all are wrong.
 
     Example:
         >>> auroc_of(np.array([1.0, 2.0]), np.array([0.0, 1.0])).item()
@@ -77,7 +77,7 @@ def auroc_of(count: Floats, wrong: Floats) -> Floats:
 def area_of(count: Floats, wrong: Floats) -> Floats:
     r"""Mean over $k = 1 \dots N$ of the risk among the k least uncertain, `(...)`.
 
-    Inside of a level with n predictions and e errors, after N' predictions with E' errors, the mean over orders is
+    Within a level of n predictions and e errors, after N' predictions with E' errors, the mean over orders is
     $\sum_{k=1}^{n} \frac{E' + k e/n}{N' + k} = e + (E' - N' e/n)\,[\psi(N' + n + 1) - \psi(N' + 1)]$.
 
     Example:
@@ -92,7 +92,7 @@ def area_of(count: Floats, wrong: Floats) -> Floats:
 
 def rejection_ratio_of(count: Floats, wrong: Floats, oracle: Floats) -> Floats:
     r"""Prediction rejection ratio $(\bar r - A) / (\bar r - A^*)$, `(...)`, from the area A of a score and $A^*$ of an
-    oracle; NaN where they leave nothing to win.
+    oracle; NaN where the oracle gains nothing.
 
     Example:
         >>> count, wrong = np.array([1.0, 1.0]), np.array([0.0, 1.0])

@@ -1,4 +1,4 @@
-r"""Figures of a score of uncertainty against errors: AUROC, risk and coverage, rejection ratio, calibration."""
+r"""Metrics of an uncertainty score against errors: AUROC, risk-coverage, rejection ratio, calibration."""
 
 __all__ = [
     "RiskCoverage",
@@ -27,10 +27,10 @@ def auroc(score: ArrayLike, error: ArrayLike) -> float:
         error: 1 where the prediction is wrong, 0 where it is right, same shape.
 
     Returns:
-        0.5 for a score that knows nothing, 1 for one that puts every error above every right prediction.
+        0.5 for an uninformative score, 1 if every error scores above every right prediction.
 
     Raises:
-        ArgumentError: Shapes differ, a number is out of range, or only one of right and wrong is there.
+        ArgumentError: Shapes differ, a number is out of range, or all predictions are right or all are wrong.
 
     Example:
         >>> auroc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1])
@@ -43,7 +43,7 @@ def auroc(score: ArrayLike, error: ArrayLike) -> float:
     count, wrong = levels_of(score, error)
     if wrong.sum() in (0, count.sum()):
         raise ArgumentError(
-            f"AUROC needs a wrong and a right prediction, received {int(wrong.sum())} wrong ones of "
+            f"error must have a wrong and a right prediction, received {int(wrong.sum())} wrong ones of "
             f"{int(count.sum())}; pass more predictions."
         )
     return float(auroc_of(count, wrong))
@@ -51,11 +51,11 @@ def auroc(score: ArrayLike, error: ArrayLike) -> float:
 
 @dataclass(frozen=True, eq=False)
 class RiskCoverage:
-    """The risk-coverage curve: what is wrong among the answered, at each threshold that answers anything.
+    """The risk-coverage curve: error among the answered predictions at each threshold.
 
     Args:
-        threshold: Distinct scores, ascending, `(L,)`; answered is what scores at most that.
-        coverage: Share of predictions that are answered, `(L,)`.
+        threshold: Distinct scores, ascending, `(L,)`; predictions that score at most this are answered.
+        coverage: Fraction of predictions that are answered, `(L,)`.
         risk: Mean error among them, `(L,)`.
     """
 
@@ -109,8 +109,8 @@ def prediction_rejection_ratio(score: ArrayLike, error: ArrayLike) -> float:
     r"""Prediction rejection ratio, $\mathrm{PRR} = (\bar e - A) / (\bar e - A^*)$, with A the area under the
     risk-coverage curve, $A^*$ that of an oracle that ranks by the error itself, and $\bar e$ that of a random order.
 
-    It is that of lm-polygraph, where quality is $1 - e$ and everything may be rejected; there ties keep the order of
-    the data, here they are the mean over all orders, and the random order is its expectation.
+    It is that of lm-polygraph with quality $1 - e$, except that ties are averaged over all orders rather than kept in
+    the order of the data, and the random order is replaced by its expectation.
 
     Args:
         score: Uncertainty, any shape; higher is more uncertain.
@@ -132,8 +132,7 @@ def prediction_rejection_ratio(score: ArrayLike, error: ArrayLike) -> float:
     count, wrong = levels_of(score, error)
     if np.ptp(np.asarray(error, np.float64)) == 0:
         raise ArgumentError(
-            "error must not be the same everywhere, since no order of predictions is better than another then; pass "
-            "more predictions."
+            "error must differ between predictions, received one value everywhere; pass more predictions."
         )
     return float(rejection_ratio_of(count, wrong, area_of(*levels_of(error, error))))
 
@@ -143,7 +142,7 @@ def expected_calibration_error(probability: ArrayLike, event: ArrayLike, *, bins
 
     Args:
         probability: $p$, between 0 and 1, any shape.
-        event: $y$, 1 where what was predicted came true, else 0, same shape.
+        event: $y$, 1 where the event happened, else 0, same shape.
         bins: Number of bins; the last one includes 1.
 
     Raises:
@@ -160,7 +159,7 @@ def expected_calibration_error(probability: ArrayLike, event: ArrayLike, *, bins
     p, y = (np.asarray(a, dtype=np.float64).ravel() for a in (probability, event))
     if p.min() < 0 or p.max() > 1 or bins < 1:
         raise ArgumentError(
-            f"probability must lie between 0 and 1 and bins be at least 1, received {p.min()} to {p.max()} and "
+            f"probability must be between 0 and 1 and bins at least 1, received {p.min()} to {p.max()} and "
             f"bins={bins}; pass probabilities, not scores."
         )
     place = np.minimum((p * bins).astype(np.intp), bins - 1)

@@ -14,11 +14,11 @@ from support_tokens.generation.selective.levels import Floats
 
 @dataclass(frozen=True)
 class Outcome:
-    r"""What was answered of some sequences, each sequence counted alike whatever its length.
+    r"""Coverage and errors over sequences, each with equal weight whatever its length.
 
     Args:
-        coverage: Mean share of the predictions of a sequence that are answered.
-        error_share: Mean share of the predictions of a sequence that are answered and wrong.
+        coverage: Mean fraction of the predictions of a sequence that are answered.
+        error_share: Mean fraction of the predictions of a sequence that are answered and wrong.
     """
 
     coverage: float
@@ -26,23 +26,23 @@ class Outcome:
 
     @property
     def risk(self) -> float | None:
-        """`error_share / coverage`, the error among the answered; None where nothing is answered."""
+        """`error_share / coverage`, the error among the answered; None if nothing is answered."""
         return self.error_share / self.coverage if self.coverage else None
 
 
 @dataclass(frozen=True)
 class Threshold:
-    r"""A calibrated threshold of one signal, with what is guaranteed about it.
+    r"""A calibrated threshold of one signal, with its guarantee.
 
     Args:
         signal: Name of the signal.
-        value: Answered is what scores at most this; None: abstain from everything.
+        value: Predictions that score at most this are answered; None: abstain from everything.
         prefix: Whether a sequence ends at the first score above it, as generation does.
         kind: `error share` (in expectation) or `selective risk` (with a confidence).
-        risk: The bound that was asked for.
-        confidence: Probability with which it holds; None: it holds in expectation.
+        risk: The bound.
+        confidence: Probability with which the bound holds; None: it holds in expectation.
         sequences: Number of calibration sequences.
-        measured: What the threshold does to these; flattering, since it was chosen on them.
+        measured: Outcome on these sequences; optimistic, because the threshold was selected on them.
     """
 
     signal: str
@@ -56,17 +56,17 @@ class Threshold:
 
     @property
     def abstains(self) -> bool:
-        """Whether no threshold reached the bound, so that nothing is answered."""
+        """Whether no threshold meets the bound, so that nothing is answered."""
         return self.value is None
 
     @property
     def stop_above(self) -> dict[str, float]:
-        """What `generate(stop_above=...)` takes."""
+        """Argument for `generate(stop_above=...)`."""
         return {self.signal: -math.inf if self.value is None else self.value}
 
     @property
     def sentence(self) -> str:
-        """The outcome of the calibration in one sentence."""
+        """The result of the calibration in one sentence."""
         bound = f"{self.kind} at or below {self.risk:g}"
         held = "in expectation" if self.confidence is None else f"with confidence {self.confidence:g}"
         if self.value is None:
@@ -88,7 +88,7 @@ class ScoredSequences:
         score: `(N, T)`, the running maximum where a sequence ends at the first score above a threshold; `inf` at
             padding.
         error: `(N, T)`, between 0 and 1; 0 at padding.
-        share: `(N, T)`, what a prediction counts: one over the number of predictions of its sequence; 0 at padding.
+        share: `(N, T)`, weight of a prediction: one over the number of predictions of its sequence; 0 at padding.
     """
 
     score: Floats
@@ -96,7 +96,7 @@ class ScoredSequences:
     share: Floats
 
     def shares(self, thresholds: Floats) -> tuple[Floats, Floats]:
-        """Answered, and answered and wrong, as shares of each sequence at each threshold, two arrays `(N, K)`."""
+        """Fractions of each sequence that are answered, and answered and wrong, at each threshold: two `(N, K)`."""
         answered, wrong = (np.empty((len(self.score), len(thresholds))) for _ in range(2))
         for row, (score, error, share) in enumerate(zip(self.score, self.error, self.share, strict=True)):
             order = np.argsort(score, kind="stable")
@@ -106,11 +106,11 @@ class ScoredSequences:
         return answered, wrong
 
     def part(self, rows: slice) -> "ScoredSequences":
-        """Some of the sequences."""
+        """The sequences in `rows`."""
         return ScoredSequences(self.score[rows], self.error[rows], self.share[rows])
 
     def outcome(self, threshold: float | None) -> Outcome:
-        """What a threshold does; None answers nothing."""
+        """Coverage and errors under a threshold; None answers nothing."""
         if threshold is None:
             return Outcome(0.0, 0.0)
         answered = np.where(self.score <= threshold, self.share, 0.0)
@@ -123,13 +123,13 @@ def scored_sequences(
     r"""Checks scores and errors of sequences.
 
     Args:
-        score: `(N, T)`, uncertainty of each prediction, or `(N,)`, one prediction a sequence.
+        score: `(N, T)`, uncertainty of each prediction, or `(N,)`, one prediction per sequence.
         error: Same shape, between 0 and 1.
-        valid: Same shape, False at padding; None: all are valid. What stands at padding is not looked at.
+        valid: Same shape, False at padding; None: all are valid. Values at padding are ignored.
         prefix: Take the running maximum of the score along a sequence.
 
     Raises:
-        ArgumentError: Shapes differ, a sequence has nothing valid, or a number is out of range.
+        ArgumentError: Shapes differ, a sequence has no valid prediction, or a number is out of range.
 
     Example:
         >>> scored_sequences([[0.3, 0.1, 0.5]], [[0, 1, 1]]).score.tolist()
@@ -140,14 +140,14 @@ def scored_sequences(
     if scores.ndim not in (1, 2) or not scores.size or errors.shape != scores.shape or kept.shape != scores.shape:
         raise ArgumentError(
             "score, error and valid must have one shape, (N, T) or (N,), with at least one entry, received "
-            f"{scores.shape}, {errors.shape} and {kept.shape}; give each sequence a row."
+            f"{scores.shape}, {errors.shape} and {kept.shape}; pass one row per sequence."
         )
     rows = len(scores)
     scores, errors, kept = scores.reshape(rows, -1), errors.reshape(rows, -1), kept.reshape(rows, -1)
     if not kept.any(-1).all():
         raise ArgumentError(
-            f"Each sequence must have a valid prediction, but sequence {int(np.argmin(kept.any(-1)))} has none; leave "
-            "it out."
+            f"valid must have a True in each sequence, received none in sequence {int(np.argmin(kept.any(-1)))}; "
+            "remove that sequence."
         )
     if not np.isfinite(scores[kept]).all():
         raise ArgumentError(
@@ -168,7 +168,7 @@ def scored_sequences(
 def measure_threshold(
     threshold: Threshold, score: ArrayLike, error: ArrayLike, valid: ArrayLike | None = None
 ) -> Outcome:
-    r"""What a calibrated threshold does to other sequences, arguments as in `scored_sequences`.
+    r"""Coverage and errors of a calibrated threshold on other sequences; arguments as in `scored_sequences`.
 
     Example:
         >>> from support_tokens.generation.selective import conformal_risk_control

@@ -1,4 +1,4 @@
-r"""Scores of many sequences as tables, from which figures under a bootstrap over sequences are had quickly."""
+r"""Tables of scores of many sequences, for fast metrics under a bootstrap over sequences."""
 
 __all__ = ["ScoreTable"]
 
@@ -14,10 +14,10 @@ from support_tokens.report.records import CALIBRATION_BINS
 
 @dataclass(frozen=True, eq=False)
 class ScoreTable:
-    r"""Counts and errors of each sequence at each level of a score; every figure is a `Statistic` of `Bootstrap`.
+    r"""Counts and errors of each sequence at each level of a score; each metric is a `Statistic` of `Bootstrap`.
 
-    A figure is computed over all predictions of the resampled sequences together. Scores are rounded to at most
-    `levels` levels, by quantiles of the whole, which are ties then: a difference of 1e-5 and less in AUROC at 256.
+    A metric is computed over all predictions of the resampled sequences together. Scores are rounded to at most
+    `levels` quantiles, which changes AUROC by at most 1e-5 at 256 levels.
 
     Args:
         count: Predictions of seed s in sequence n at level l, `(S, N, L)`.
@@ -65,7 +65,7 @@ class ScoreTable:
         p, y, kept = _checked(probability, event, valid)
         if p.min() < -1e-6 or p.max() > 1 + 1e-6:  # exponentials of float32 pass 1 by their rounding
             raise ArgumentError(
-                f"probability must lie between 0 and 1, received {p.min():g} to {p.max():g}; pass probabilities, not "
+                f"probability must be between 0 and 1, received {p.min():g} to {p.max():g}; pass probabilities, not "
                 "scores."
             )
         place = (p.clip(0, 1) * CALIBRATION_BINS).astype(np.intp).clip(0, CALIBRATION_BINS - 1)
@@ -73,12 +73,12 @@ class ScoreTable:
 
     @property
     def seeds(self) -> int:
-        """S."""
+        """Number of seeds, S."""
         return self.count.shape[0]
 
     @property
     def sequences(self) -> int:
-        """N."""
+        """Number of sequences, N."""
         return self.count.shape[1]
 
     def auroc(self, weights: Floats) -> Floats:
@@ -86,18 +86,18 @@ class ScoreTable:
         return auroc_of(*self._at(weights))
 
     def risk_coverage_area(self, weights: Floats) -> Floats:
-        """Area under the risk-coverage curve, likewise."""
+        """Area under the risk-coverage curve of each seed."""
         return area_of(*self._at(weights))
 
     def prediction_rejection_ratio(self, weights: Floats) -> Floats:
-        """PRR, likewise."""
+        """Prediction rejection ratio of each seed."""
         count, wrong = self._at(weights)
         errors = wrong.sum(-1)
         best = np.stack((count.sum(-1) - errors, errors), axis=-1)
         return rejection_ratio_of(count, wrong, area_of(best, np.stack((np.zeros_like(errors), errors), axis=-1)))
 
     def calibration_error(self, weights: Floats) -> Floats:
-        """ECE, likewise, of a table that `calibration` made."""
+        """ECE of each seed, for a table from `calibration`."""
         count, gaps = self._at(weights)
         return np.abs(gaps).sum(-1) / count.sum(-1)
 
@@ -124,7 +124,7 @@ def _checked(score: ArrayLike, error: ArrayLike, valid: ArrayLike | None) -> tup
     if scores.ndim not in (2, 3) or errors.shape != scores.shape or kept.shape != scores.shape:
         raise ArgumentError(
             "score, error and valid must have one shape, (S, N, T) or (N, T), received "
-            f"{scores.shape}, {errors.shape} and {kept.shape}; give each sequence a row."
+            f"{scores.shape}, {errors.shape} and {kept.shape}; pass one row per sequence."
         )
     if scores.ndim == 2:
         scores, errors, kept = scores[None], errors[None], kept[None]

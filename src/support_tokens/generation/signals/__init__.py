@@ -1,4 +1,4 @@
-"""Signals of uncertainty of tokens, from one forward pass."""
+"""Uncertainty signals of tokens and texts from one forward pass."""
 
 __all__ = [
     "SEQUENCE_SIGNALS",

@@ -1,12 +1,11 @@
-r"""What the attention of one layer says of each position: pure functions of an attention state, and RAUQ's recurrence.
+r"""Attention signals: functions of an attention state, and the recurrence of RAUQ.
 
-With $\alpha^h_{tt}$ the weight of position t on itself, the token that the prediction of t+1 follows:
+With $\alpha^h_{tt}$ the attention weight of position t on itself:
 
 $$ -\frac1H \sum_h \log \alpha^h_{tt}, \qquad c^h_t = a\, p_t(x_{t+1}) + (1 - a)\, \alpha^h_{tt}\, c^h_{t-1} . $$
 
 The first is a token's part of LLM-Check's attention score, the log-determinant of a triangular attention matrix
-(Sriramanan et al., NeurIPS 2024). The second is RAUQ's confidence (Vazhentsev et al., arXiv:2505.20045), whose weight
-of the token being written on the one before it is $\alpha_{tt}$ in the pass that writes it: that token is its query.
+(Sriramanan et al., NeurIPS 2024). The second is RAUQ's confidence (Vazhentsev et al., arXiv:2505.20045).
 """
 
 __all__ = ["Recurrence", "rauq_of_sequence", "self_weights"]
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from support_tokens.margins import AttentionState, moments
 
-# Numbers of one chunk of attention weights.
+# Attention weights in one chunk.
 _CHUNK = 2**23
 
 
 def self_weights(state: AttentionState, first: int = 0) -> Tensor:
-    r"""$\alpha^h_{tt}$ of query positions from `first` on, `(B, H, n)`; under an inclusive mask.
+    r"""$\alpha^h_{tt}$ of query positions from `first` on, `(B, H, n)`, under an inclusive mask.
 
     Example:
         >>> from support_tokens.margins import state_from_weights
@@ -38,10 +37,10 @@ def self_weights(state: AttentionState, first: int = 0) -> Tensor:
 
 
 class Recurrence:
-    r"""RAUQ's confidence of all heads of one layer, carried from one call to the next.
+    r"""RAUQ's confidence of all heads of one layer, continued from one call to the next.
 
     Args:
-        share: $a$, the part of the probability; 0.2 is what lm-polygraph takes for models that are not instructed.
+        mixing: $a$, the weight of the probability; 0.2 is the default of lm-polygraph for base models.
 
     Example:
         >>> recurrence = Recurrence()
@@ -51,24 +50,24 @@ class Recurrence:
         (tensor([0.5000, 0.2000]), tensor([[0.6931, 1.6094]]))
     """
 
-    def __init__(self, share: float = 0.2) -> None:
-        self.share = share
+    def __init__(self, mixing: float = 0.2) -> None:
+        self.mixing = mixing
         self._confidence: Tensor | None = None
         self._sum: Tensor | None = None
         self._begun: Tensor | None = None
 
     def __call__(self, chosen: Tensor, weight: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Goes on by n positions.
+        r"""Advances by n positions.
 
         Args:
             chosen: $p_t(x_{t+1})$, `(B, n)`.
             weight: $\alpha^h_{tt}$, `(B, H, n)`.
-            counted: True where a known token follows, `(B, n)`; other positions change nothing. A sequence begins at
-                its first such position, with $c = p$.
+            counted: True where the next token is known, `(B, n)`; other positions are skipped. A sequence starts at its
+                first such position, with $c = p$.
 
         Returns:
-            $c^h_t$, `(B, H, n)`, and $-\log c^h_t$ of the head that looked most at itself so far, `(B, n)`; NaN where
-            not counted.
+            $c^h_t$, `(B, H, n)`, and $-\log c^h_t$ of the head with the largest mean self-weight so far, `(B, n)`; NaN
+            where not counted.
         """
         if self._confidence is None:
             self._confidence = torch.ones_like(weight[..., 0])
@@ -78,10 +77,10 @@ class Recurrence:
         found, values = [weight[..., :0]], [chosen[:, :0]]
         for t in range(chosen.shape[1]):
             p, own, here = chosen[:, t, None], weight[..., t], counted[:, t, None]
-            going = self.share * p + (1 - self.share) * own * confidence
+            going = self.mixing * p + (1 - self.mixing) * own * confidence
             new = torch.where(begun[:, None], going, p.expand_as(going))  # type: ignore[index]
             confidence = torch.where(here, new, confidence)
-            # The weight of the first position follows no token that was written, so it chooses no head.
+            # The first position has no earlier answer token, so its weight is left out of the choice of a head.
             total = torch.where(here & begun[:, None], total + own, total)  # type: ignore[index,operator]
             begun = begun | counted[:, t]  # type: ignore[operator]
             head = total.argmax(-1, keepdim=True)

@@ -17,15 +17,15 @@ from support_tokens.margins.linalg import full_precision
 
 
 class EmbeddingDensity:
-    r"""The terms of the log-density of a text, nats, carried from one call to the next.
+    r"""The terms of the log-density of a text in nats, continued from one call to the next.
 
-    Each call projects the whole past again, O(S D R) a token.
+    Each call projects all earlier embeddings again, O(S D R) per token.
 
     Args:
         law: An `EmbeddingLaw` or its `EmbeddingPrior`, as wide as the embeddings.
 
     Raises:
-        ArgumentError: It is neither.
+        ArgumentError: `law` is of another type.
 
     Example:
         >>> prior = EmbeddingPrior(3).double()

@@ -1,13 +1,13 @@
-r"""Log-determinant of the Gram matrix of hidden states, one token's part at a time.
+r"""Log-determinant of the Gram matrix of hidden states, token by token.
 
 With $z_t$ the hidden state of token t less its own mean over the D coordinates,
 
 $$ \log\det(Z Z^T + \rho I) = \sum_t \log\big( \rho + |z_t|^2 - k_t^T (Z_{<t} Z_{<t}^T + \rho I)^{-1} k_t \big),
    \quad k_t = Z_{<t} z_t, $$
 
-the squared pivots of a Cholesky factorisation: how far a token's hidden state is from those before it. The mean over
-tokens is LLM-Check's hidden score (Sriramanan et al., NeurIPS 2024), the EigenScore of INSIDE (Chen et al., ICLR 2024)
-with the tokens of one text in the place of several answers.
+the log squared pivots of a Cholesky factorisation: how far a token's hidden state is from the span of earlier ones. The
+mean over tokens is LLM-Check's hidden score (Sriramanan et al., NeurIPS 2024), which is the EigenScore of INSIDE (Chen
+et al., ICLR 2024) with the tokens of one text in place of several answers.
 """
 
 __all__ = ["HiddenGram"]
@@ -18,9 +18,9 @@ from torch.linalg import solve_triangular
 
 
 class HiddenGram:
-    r"""The squared pivots of one layer, carried from one call to the next.
+    r"""Log squared pivots of one layer, continued from one call to the next.
 
-    In float64: hidden states of real models have coordinates of thousands beside the ridge.
+    It computes in float64, since hidden states of real models have coordinates in the thousands beside the ridge.
 
     Args:
         ridge: $\rho$, 0.001 in LLM-Check.

@@ -16,8 +16,8 @@ def predictive_quantities(logits: Tensor, following: Tensor | None = None) -> di
     r"""Entropy, largest log-probability, and log-probability of the token that follows, in nats.
 
     Args:
-        logits: `(B, n, V)`; 16-bit logits are computed in float32. Minus infinity is a token that cannot come.
-        following: Ids of the tokens that follow, `(B, n)`; negative where none is known. None: nowhere.
+        logits: `(B, n, V)`; 16-bit logits are computed in float32. Minus infinity excludes a token.
+        following: Ids of the tokens that follow, `(B, n)`; negative where unknown. None: unknown everywhere.
 
     Returns:
         `entropy`, `log_max_prob` and `log_chosen`, each `(B, n)`; `log_chosen` is NaN where no token is known, and all

@@ -21,14 +21,14 @@ _WEIGHTS = {"self_weight", "confidence", "rauq"}
 
 
 class Observer:
-    """Watches a model for one batch of texts, until it is removed; it carries what a text's later tokens need.
+    """Reads the forward passes of a model over one batch of texts until it is removed, whole or token by token.
 
     Args:
         model: A causal language model of transformers, of a supported family.
-        signals: What is wanted.
+        signals: The signals to compute.
         layers: Indices of blocks; negative ones count from the last.
         view: `noise` or `block`.
-        law: Of the embeddings, where a signal needs one.
+        law: Law of the embeddings, for signals that need one.
 
     Raises:
         UnsupportedModelError: The attention of the model cannot be read exactly, and a signal needs it.
@@ -46,7 +46,7 @@ class Observer:
         self._needs = {name for signal in signals for name in signal.needs}
         self._reader = MarginReader(self._needs & _MARGINS, (view,))
         self._density = EmbeddingDensity(law) if law is not None and "log_density" in self._needs else None
-        # A model whose attention cannot be read has logits all the same.
+        # Signals of logits alone work on models whose attention cannot be read.
         seen = bool(self._needs & (_MARGINS | _WEIGHTS | {"log_pivot"}))
         self._capture = AttentionCapture(model, layers) if seen else None
         self.layers = self._capture.layers if self._capture else ()
@@ -72,7 +72,7 @@ class Observer:
         self._embeddings = x
 
     def margins(self, attention_mask: Tensor | None) -> dict[int, Tensor]:
-        """Log margins of the last position of the last pass, `(B, 1)` by layer; `read` does not compute them again."""
+        """Log margins of the last position, `(B, 1)` by layer, which the next `read` does not compute again."""
         self._early = self._figures(self._states(attention_mask), 1)
         return {layer: figures["log_abs_det"] for layer, figures in self._early.items()}
 
@@ -89,13 +89,13 @@ class Observer:
     def read(
         self, logits: Tensor, following: Tensor, attention_mask: Tensor | None, answer: Tensor | None = None
     ) -> Quantities:
-        """Quantities of the last n positions of the last pass.
+        """Quantities of the last n positions of the last forward pass.
 
         Args:
-            logits: Of these positions, `(B, n, V)`.
-            following: Ids of the tokens that follow, `(B, n)`; negative where none is known.
+            logits: Logits of these positions, `(B, n, V)`.
+            following: Ids of the tokens that follow, `(B, n)`; negative where unknown.
             attention_mask: 1 at real tokens, `(B, S)` up to the last position; None: all are.
-            answer: True from the last token of the prompt on, `(B, n)`: where RAUQ begins; None: everywhere.
+            answer: True from the last token of the prompt on, where RAUQ begins, `(B, n)`; None: everywhere.
         """
         count = logits.shape[1]
         every = torch.ones_like(following, dtype=torch.bool)
@@ -124,7 +124,7 @@ class Observer:
         return Quantities(common, layers, read, predicted)
 
     def remove(self) -> None:
-        """Leaves the model as it was."""
+        """Removes the hooks."""
         if self._capture is not None:
             self._capture.remove()
         for handle in self._handles:

@@ -1,4 +1,4 @@
-r"""Uncertainty of a given text under a model, by teacher forcing: every token, and the text as a whole."""
+r"""Uncertainty of a given text under a model, per token and for the text as a whole."""
 
 __all__ = ["score_sequences", "score_tokens"]
 
@@ -21,7 +21,7 @@ from support_tokens.generation.signals.table import (
 from support_tokens.law import EmbeddingLaw, EmbeddingPrior
 from support_tokens.models import evaluating, in_turn, text_config, text_inputs
 
-# Bytes of the logits of one forward pass; more sequences than fit are read by several passes.
+# Bytes of the logits of one forward pass; a batch that needs more is split.
 _LOGIT_BYTES = 256 * 2**20
 
 
@@ -38,26 +38,25 @@ def score_tokens(
 ) -> dict[str, Tensor]:
     r"""Signals of every token of a text: entry t is the uncertainty of the prediction of token t+1 made at t.
 
-    One forward pass a sequence. Sequences are read a few at a time, so that their logits, T V numbers each, stay within
-    256 MiB; a single sequence is never cut. No result depends on the batch.
+    A batch is split so that the logits of one forward pass stay within 256 MiB; a single sequence is never split. No
+    result depends on the batch.
 
     Args:
         model: A causal language model of transformers, of a supported family; read in evaluation mode.
         input_ids: Tokens, `(B, T)`.
         attention_mask: 1 at real tokens, `(B, T)`, padded on either side; None: all are.
-        layers: Indices of blocks; negative ones count from the last. Each adds about one LU factorisation a token.
+        layers: Indices of blocks; negative ones count from the last. Each costs about one LU factorisation per token.
         view: `noise` for the margins of $x - \mu(x)$, `block` for those of $x + \mu(x)$.
-        signals: Names of `TOKEN_SIGNALS`; None: all but `NegativeSigmaMin`, which needs the singular values of a D x D
-            matrix a token, and `NegativeLogDensity` where there is no law.
+        signals: Names of `TOKEN_SIGNALS`; None: all except `NegativeSigmaMin`, which needs the singular values of a
+            D x D matrix per token, and, without a law, `NegativeLogDensity`.
         law: Law of the embeddings that enter block 0.
-        prompt_lengths: Real tokens of each sequence, an integer or `(B,)`, before those whose probabilities RAUQ
-            carries along; no other signal looks at it.
+        prompt_lengths: Number of prompt tokens of each sequence, an integer or `(B,)`, which RAUQ skips; no other
+            signal uses it.
 
     Returns:
-        Name to values `(B, T)`, higher where less certain; `NAME (layer=L)` for signals of a layer. NaN at padding. In
-        the last column of a sequence the next token is not known: `NegativeLogLikelihood` and `RAUQ` are NaN there, and
-        the others are not. Mind that these two look at the token that came, so that they cannot predict an error of
-        that same token.
+        Name to values `(B, T)`, higher where less certain; `NAME (layer=L)` for signals of a layer. NaN at padding.
+        `NegativeLogLikelihood` and `RAUQ` use the token that follows: they are NaN at the last token of a sequence, and
+        cannot predict an error of the token that they use.
 
     Raises:
         ArgumentError: Shapes do not fit, or a layer, view or signal does not exist.
@@ -89,10 +88,10 @@ def score_sequences(
     law: EmbeddingLaw | EmbeddingPrior | None = None,
     prompt_lengths: int | Tensor = 1,
 ) -> dict[str, Tensor]:
-    r"""Signals of every sequence as a whole, in the names and with the aggregation of lm-polygraph.
+    r"""Signals of every sequence as a whole, with the names and the aggregation of lm-polygraph.
 
-    Positions from the last token of the prompt on count: those that predict a token of the answer, and, for signals
-    that are not of a prediction (margins, attention, hidden states, density), the last token of the answer too.
+    They aggregate over the positions that predict a token of the answer, from the last token of the prompt on; signals
+    of a position rather than of a prediction (margins, attention, hidden states, density) include the last token too.
 
     Args:
         model: As in `score_tokens`.
@@ -101,15 +100,15 @@ def score_sequences(
         layers: Indices of blocks.
         view: `noise` or `block`.
         law: Law of the embeddings that enter block 0.
-        signals: Names of `SEQUENCE_SIGNALS`; None: all but the expensive ones, and those that need a law if none is
-            given.
-        prompt_lengths: Real tokens of each sequence that are prompt, an integer or `(B,)`.
+        signals: Names of `SEQUENCE_SIGNALS`; None: all except the expensive one, and without a law those that need
+            one.
+        prompt_lengths: Number of prompt tokens of each sequence, an integer or `(B,)`.
 
     Returns:
-        Name to values `(B,)`, higher where less certain; NaN for a sequence in which no position counts.
+        Name to values `(B,)`, higher where less certain; NaN for a sequence without such a position.
 
     Raises:
-        ArgumentError, UnsupportedModelError: As `score_tokens`.
+        ArgumentError, UnsupportedModelError: As in `score_tokens`.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -140,13 +139,13 @@ def _passes(
     law: EmbeddingLaw | EmbeddingPrior | None,
     prompt_lengths: int | Tensor,
 ) -> Iterator[tuple[Quantities, Tensor]]:
-    """Quantities of a few sequences after the other, each with its positions from the last of the prompt on."""
+    """Quantities of one part of the batch after the other, each with its answer positions."""
     mask = _checked(input_ids, attention_mask)
     size = max(1, _LOGIT_BYTES // (4 * input_ids.shape[1] * getattr(text_config(model), "vocab_size", 1)))
     prompts = torch.as_tensor(prompt_lengths, device=input_ids.device).expand(len(input_ids)).unsqueeze(-1)
     if bool((prompts < 1).any()):
         raise ArgumentError(
-            f"prompt_lengths must be at least 1, received {int(prompts.min())}; the first token follows nothing."
+            f"prompt_lengths must be at least 1, received {int(prompts.min())}; the first token has no prediction."
         )
     with in_turn(model), evaluating(model):
         for begin in range(0, len(input_ids), size):
@@ -167,7 +166,7 @@ def _passes(
 def _checked(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if input_ids.dim() != 2 or 0 in input_ids.shape or input_ids.is_floating_point():
         raise ArgumentError(
-            f"input_ids must be token ids of shape (B, T), at least one, received {tuple(input_ids.shape)} of "
+            f"input_ids must be integers of shape (B, T), at least one, received {tuple(input_ids.shape)} of "
             f"{input_ids.dtype}; pass a batch of texts."
         )
     if attention_mask is None:

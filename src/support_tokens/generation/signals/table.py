@@ -1,6 +1,6 @@
-r"""The table of signals: what each needs, and what it makes of it. Higher is more uncertain, always.
+r"""The tables of signals. Higher is always more uncertain.
 
-Names are those of lm-polygraph where it has the estimator. A signal of a layer is called `NAME (layer=L)` in results.
+Names are those of lm-polygraph where it has the estimator. Results name a signal of a layer `NAME (layer=L)`.
 """
 
 __all__ = [
@@ -26,14 +26,14 @@ from support_tokens.generation.signals.attention import rauq_of_sequence
 
 @dataclass(frozen=True)
 class Quantities:
-    r"""What n positions of B sequences were found to be, before it is made a signal.
+    r"""Quantities of n positions of B sequences from which signals are computed.
 
     Args:
-        common: `entropy`, `log_max_prob`, `log_chosen` and `log_density`, those that were wanted, `(B, n)`.
+        common: `entropy`, `log_max_prob`, `log_chosen` and `log_density`, as far as needed, `(B, n)`.
         layers: By layer `log_abs_det`, `sign`, `sigma_min`, `log_pivot`, `rauq` `(B, n)`, `self_weight` and
-            `confidence` `(B, H, n)`, those that were wanted.
-        read: True at real tokens, `(B, n)`.
-        predicted: True where a real token is known to follow, `(B, n)`.
+            `confidence` `(B, H, n)`, as far as needed.
+        read: True at tokens that are not padding, `(B, n)`.
+        predicted: True where the next token is known, `(B, n)`.
     """
 
     common: Mapping[str, Tensor]
@@ -44,15 +44,15 @@ class Quantities:
 
 @dataclass(frozen=True)
 class Signal:
-    """One entry of the table.
+    """One signal.
 
     Args:
-        name: As in results.
-        needs: Names of quantities.
-        of: From quantities to `(B, n)` for a token, or, with the positions that count, to `(B,)` for a sequence.
-        scope: `text`: one of a text; `layer`: each layer has one of its own; `layers`: one of all layers at once.
-        follows: Whether it needs the token that follows, and so says nothing of a prediction before that is known.
-        expensive: Whether it is left out unless asked for.
+        name: Name in results.
+        needs: Names of the quantities that it needs.
+        of: Maps quantities to `(B, n)` for tokens, or, with a mask of positions, to `(B,)` for sequences.
+        scope: `text`: one value; `layer`: one value per layer; `layers`: one value from all layers.
+        follows: Whether it needs the token that follows.
+        expensive: Whether it is computed only on request.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Signal:
 
 
 def _attention_score(q: Mapping[str, Tensor]) -> Tensor:
-    # The same small number as in lm-polygraph, so that a weight that vanishes counts 27.6 nats and no more.
+    # The epsilon of lm-polygraph: a vanishing weight counts at most 27.6 nats.
     return -(q["self_weight"] + 1e-12).log().mean(1)
 
 
@@ -83,7 +83,7 @@ TOKEN_SIGNALS: dict[str, Signal] = {
         Signal("NegativeLogDensity", ("log_density",), lambda q: -q["log_density"]),
     )
 }
-"""Signals of one token: of the prediction made at its position, or of the position itself."""
+"""Signals of one token: of the prediction at its position, or of the position itself."""
 
 
 def _sum(name: str) -> Callable[..., Tensor]:
@@ -98,7 +98,7 @@ def _largest(name: str) -> Callable[..., Tensor]:
     return lambda q, counted: torch.where(counted, TOKEN_SIGNALS[name].of(q), -torch.inf).amax(-1)
 
 
-def _share_folded(q: Mapping[str, Tensor], counted: Tensor) -> Tensor:
+def _negative_fraction(q: Mapping[str, Tensor], counted: Tensor) -> Tensor:
     return ((q["sign"] < 0) & counted).sum(-1) / counted.sum(-1)
 
 
@@ -115,7 +115,7 @@ SEQUENCE_SIGNALS: dict[str, Signal] = {
         Signal("MeanTokenEntropy", ("entropy",), _mean("TokenEntropy"), follows=True),
         Signal("MeanNegativeLogMargin", ("log_abs_det",), _mean("NegativeLogMargin"), scope="layer"),
         Signal("MaximumNegativeLogMargin", ("log_abs_det",), _largest("NegativeLogMargin"), scope="layer"),
-        Signal("NegativeSignShare", ("sign",), _share_folded, scope="layer"),
+        Signal("NegativeSignShare", ("sign",), _negative_fraction, scope="layer"),
         Signal("MaximumNegativeSigmaMin", ("sigma_min",), _largest("NegativeSigmaMin"), scope="layer", expensive=True),
         Signal("AttentionScore", ("self_weight",), _sum("AttentionScore"), scope="layer"),
         Signal("HiddenScore", ("log_pivot",), _mean("HiddenScore"), scope="layer"),
@@ -123,20 +123,20 @@ SEQUENCE_SIGNALS: dict[str, Signal] = {
         Signal("MeanNegativeLogDensity", ("log_density",), _mean("NegativeLogDensity")),
     )
 }
-"""Signals of one sequence. Those of predictions count positions with a known next token, the others all that were read.
+"""Signals of one sequence. Those with `follows` aggregate over positions with a known next token, others over all.
 
-`Perplexity` is the mean negative log-likelihood in nats, as in lm-polygraph, which takes no exponential. `RAUQ` is the
-largest over the layers asked for, by the paper's formula; lm-polygraph adds 1 to it.
+`Perplexity` is the mean negative log-likelihood in nats, without the exponential, as in lm-polygraph. `RAUQ` is the
+maximum over layers of the paper's formula; lm-polygraph adds 1 to it.
 """
 
 
 def chosen_signals(
     table: Mapping[str, Signal], names: Sequence[str] | None, *, law: bool, default: Sequence[str] | None = None
 ) -> tuple[Signal, ...]:
-    """The entries of a table that were asked for; None: `default`, or all that are not expensive and can be had.
+    """The signals of these names; for None `default`, or all that are neither expensive nor need a missing law.
 
     Raises:
-        ArgumentError: There is no such signal, or it needs a law and none is there.
+        ArgumentError: There is no such signal, or it needs a law and none is given.
 
     Example:
         >>> [signal.name for signal in chosen_signals(TOKEN_SIGNALS, ["TokenEntropy"], law=False)]
@@ -148,36 +148,35 @@ def chosen_signals(
         names = default or [s.name for s in table.values() if not s.expensive and (law or "log_density" not in s.needs)]
     for name in names:
         if name not in table:
-            raise ArgumentError(f"signals may name {', '.join(table)}, received {name!r}; choose of these.")
+            raise ArgumentError(f"signals may name {', '.join(table)}, received {name!r}; choose among these.")
         if "log_density" in table[name].needs and not law:
-            raise ArgumentError(f"{name} needs a law of embeddings, received none; fit an EmbeddingPrior and pass it.")
+            raise ArgumentError(f"law must be given for {name}, received none; fit an EmbeddingPrior and pass it.")
     return tuple(table[name] for name in dict.fromkeys(names))
 
 
-def token_values(signals: Sequence[Signal], found: Quantities) -> dict[str, Tensor]:
-    """Signals of every token, `(B, n)` by name; NaN at padding, and where the token that follows is needed and not
-    known."""
+def token_values(signals: Sequence[Signal], quantities: Quantities) -> dict[str, Tensor]:
+    """Signals of every token, `(B, n)` by name; NaN at padding, and where a needed next token is unknown."""
     values: dict[str, Tensor] = {}
     for signal in signals:
-        known = found.predicted if signal.follows else found.read
-        for name, q in _named(signal, found):
+        known = quantities.predicted if signal.follows else quantities.read
+        for name, q in _named(signal, quantities):
             values[name] = signal.of(q).masked_fill(~known, torch.nan)
     return values
 
 
-def sequence_values(signals: Sequence[Signal], found: Quantities, counted: Tensor) -> dict[str, Tensor]:
-    """Signals of every sequence, `(B,)` by name, over the positions that count `(B, n)`; NaN where none does."""
+def sequence_values(signals: Sequence[Signal], quantities: Quantities, counted: Tensor) -> dict[str, Tensor]:
+    """Signals of every sequence, `(B,)` by name, over positions `counted` `(B, n)`; NaN where there is none."""
     values: dict[str, Tensor] = {}
     for signal in signals:
-        rows = counted & (found.predicted if signal.follows else found.read)
-        for name, q in _named(signal, found):
+        rows = counted & (quantities.predicted if signal.follows else quantities.read)
+        for name, q in _named(signal, quantities):
             values[name] = signal.of(q, rows).masked_fill(~rows.any(-1), torch.nan)
     return values
 
 
-def _named(signal: Signal, found: Quantities) -> list[tuple[str, Any]]:
+def _named(signal: Signal, quantities: Quantities) -> list[tuple[str, Any]]:
     if signal.scope == "text":
-        return [(signal.name, found.common)]
+        return [(signal.name, quantities.common)]
     if signal.scope == "layers":
-        return [(signal.name, list(found.layers.values()))]
-    return [(f"{signal.name} (layer={layer})", q) for layer, q in found.layers.items()]
+        return [(signal.name, list(quantities.layers.values()))]
+    return [(f"{signal.name} (layer={layer})", q) for layer, q in quantities.layers.items()]
