@@ -58,9 +58,9 @@ def test_certified_density_of_one_dimension_integrates_to_one(a):
     x = torch.cat((past, torch.zeros(1, 1, dtype=torch.float64)))[None]
     certificate = prior.certificate(x)
     assert certificate.injective, "the case must be certified"
-    assert certificate.every_past == (a <= 0)
+    assert certificate.globally_injective == (a <= 0)
     assert integral_1d(prior, past) == pytest.approx(1, abs=1e-6)
-    assert prior.mass(past).value == pytest.approx(1, abs=1e-6)
+    assert prior.total_mass(past).value == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_last_position_integrates_out(a):
 
 def test_shorter_trajectory_is_the_beginning_of_the_longer_one():
     prior, noise = prior_with(0.4 * normal(3, 3)), normal(2, 6, 3)
-    assert_close(prior.embed(noise)[:, :4], prior.embed(noise[:, :4]), rtol=0, atol=1e-9)
+    assert_close(prior.from_noise(noise)[:, :4], prior.from_noise(noise[:, :4]), rtol=0, atol=1e-9)
     with pytest.raises(ArgumentError, match="between 1 and 3, received 4"):
         EmbeddingLaw(prior, 3).marginal(4)
 
@@ -135,7 +135,7 @@ def test_certificate_reports_what_the_textbook_says(seed, strength, width):
     certificate = prior.certificate(x)
     weights = prior.w_q.detach()[None], prior.w_k.detach()[None]
     blocks = diagonal_blocks(trajectory_jacobian(x[0], *weights))
-    assert certificate.quasi_definite == pytest.approx(
+    assert certificate.min_symmetric_eigenvalue == pytest.approx(
         min(float(torch.linalg.eigvalsh((j + j.T) / 2).min()) for j in blocks), abs=1e-9
     )
     assert_close(certificate.sign[0], torch.linalg.det(blocks).sign())
@@ -146,7 +146,7 @@ def test_certificate_reports_what_the_textbook_says(seed, strength, width):
     assert certificate.bound == pytest.approx(norm * max(radius) ** 2, abs=1e-10)
     assert certificate.contraction == (certificate.bound < 1)
     assert certificate.monotone_bound == pytest.approx(largest * max(radius) ** 2, abs=1e-10)
-    if not certificate.every_past:
+    if not certificate.globally_injective:
         assert certificate.certified[0].tolist() == [largest * r**2 < 1 for r in radius]
     if certificate.contraction:
         assert certificate.injective
@@ -213,7 +213,7 @@ def test_check_looks_at_every_position_that_could_fold():
     """The widest past is harmless, since it is crowded; a narrower one of three tokens is not."""
     crowded = torch.cat((torch.tensor([-1.5, 1.5]), torch.linspace(-1.6, 1.6, 12))).double()[None, :, None]
     prior = prior_with(scalar(0.6))
-    assert prior.mass(crowded[0, :13]).value == pytest.approx(1.0)
+    assert prior.total_mass(crowded[0, :13]).value == pytest.approx(1.0)
     with pytest.warns(NumericalWarning, match="At position 3 of sequence 0, the worst of 12"):
         prior.log_prob(crowded, check=True)
 
@@ -238,7 +238,7 @@ def test_sentence_says_what_is_guaranteed_and_what_is_not(a, last, words):
 @pytest.mark.parametrize(("a", "past"), [(1.0, [-2.0, 2.0]), (0.7, [-3.0, 0.5, 2.0]), (2.0, [-2.0, 0.0, 2.0])])
 def test_past_the_boundary_the_integral_is_not_one_and_the_code_says_by_how_much(a, past):
     prior, past = prior_with(scalar(a), noise_scale=0.8), torch.tensor(past, dtype=torch.float64)[:, None]
-    found = prior.mass(past)
+    found = prior.total_mass(past)
     assert found.exact
     assert found.excess > 0.1, "the case must fold"
     # The integrand has kinks where the determinant changes its sign; a fine sum needs no list of them.
@@ -257,7 +257,7 @@ def test_past_the_boundary_the_integral_is_not_one_and_the_code_says_by_how_much
 
 def test_mass_in_two_unknowns_agrees_with_quadrature():
     prior, past = prior_with(1.2 * torch.eye(2).double(), 0.5), 1.5 * normal(4, 2, seed=3)
-    found = prior.mass(past, samples=400, generator=torch.Generator().manual_seed(0))
+    found = prior.total_mass(past, samples=400, generator=torch.Generator().manual_seed(0))
     assert not found.exact
     axis = torch.linspace(-7, 7, 351, dtype=torch.float64)
     points = torch.cartesian_prod(axis, axis)
@@ -286,7 +286,7 @@ def test_log_prob_does_not_warn_where_nothing_is_wrong():
         many = torch.linspace(-1.5, 1.5, 9, dtype=torch.float64)[None, :, None]
         prior = prior_with(scalar(0.6))
         assert not prior.certificate(many).injective
-        assert prior.mass(many[0, :8]).value == pytest.approx(1.0)
+        assert prior.total_mass(many[0, :8]).value == pytest.approx(1.0)
         prior.log_prob(many, check=True)
 
 
@@ -303,7 +303,7 @@ def test_density_of_the_sampler_integrates_to_one_past_the_boundary():
 
 def test_past_of_a_wrong_shape_is_refused():
     with pytest.raises(ArgumentError, match=r"past must have shape \(t, 1\)"):
-        prior_with(scalar(1.0)).mass(torch.zeros(2, 3, dtype=torch.float64))
+        prior_with(scalar(1.0)).total_mass(torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(ArgumentError, match=r"past must have shape \(B, P, D\) = \(2, P, 1\)"):
         prior_with(scalar(1.0)).solve(torch.zeros(2, 3, 1).double(), past=torch.zeros(1, 3, 1).double())
     with pytest.raises(ArgumentError, match=r"noise must have shape \(M, 1\)"):

@@ -37,7 +37,7 @@ def naive_layer_mean(layer: LayerLaw, x: Tensor, below: Tensor) -> Tensor:
 def all_noise(stack: LawStack, flat: Tensor, length: int) -> Tensor:
     """Noise of all layers as a function of all embeddings of one sequence, both flat."""
     x = flat.reshape(1 + len(stack.layers), length, -1)
-    noise = [stack.prior.noise(x[:1])[0]]
+    noise = [stack.prior.residual(x[:1])[0]]
     for layer, above, below in zip(stack.layers, x[1:], x[:-1], strict=True):
         noise.append(above - naive_layer_mean(layer, above, below))
     return torch.cat([n.flatten() for n in noise])

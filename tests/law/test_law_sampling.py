@@ -17,7 +17,7 @@ from support_tokens.law import (
     NoiseToEmbeddings,
     all_roots_on_a_line,
     attend,
-    embed,
+    from_noise,
     newton,
     solve,
 )
@@ -52,10 +52,10 @@ def normal(*shape: int, seed=0) -> Tensor:
 def test_embeddings_have_the_noise_they_were_made_from(width, rank, strength):
     prior = prior_of(width, rank, strength=strength)
     noise = normal(4, 7, width, seed=1)
-    x = prior.embed(noise)
+    x = prior.from_noise(noise)
     expected = torch.stack([row - attention_mean(row, prior.w_q.detach()[None], prior.w_k.detach()[None]) for row in x])
     assert_close(expected, noise, rtol=0, atol=1e-8)
-    assert_close(prior.noise(x), noise, rtol=0, atol=1e-8)
+    assert_close(prior.residual(x), noise, rtol=0, atol=1e-8)
 
 
 def test_solution_continues_a_past_and_gives_account_of_itself():
@@ -95,15 +95,15 @@ def test_cost_of_a_position_grows_with_its_past_and_no_faster(monkeypatch):
 
 def test_rows_are_solved_apart():
     prior, noise = prior_of(3, 2, strength=1.2), normal(4, 6, 3)
-    together = prior.embed(noise)
-    assert_close(together, torch.cat([prior.embed(row[None]) for row in noise]), rtol=0, atol=1e-8)
+    together = prior.from_noise(noise)
+    assert_close(together, torch.cat([prior.from_noise(row[None]) for row in noise]), rtol=0, atol=1e-8)
 
 
 def test_float32_reaches_its_own_tolerance():
     prior, noise = prior_of(3, 2), normal(2, 6, 3)
-    x = prior.float().embed(noise.float())
+    x = prior.float().from_noise(noise.float())
     assert x.dtype == torch.float32
-    assert_close(prior.noise(x), noise.float(), rtol=0, atol=1e-4)
+    assert_close(prior.residual(x), noise.float(), rtol=0, atol=1e-4)
 
 
 def test_unreachable_tolerance_is_an_error_that_says_what_to_do():
@@ -151,7 +151,7 @@ def test_sampler_says_which_preimage_it_took():
     assert solution.x.item() == pytest.approx(nearest, abs=1e-8)
     for x in found.x[0]:
         whole = torch.cat((past[0], x[None]))[None]
-        assert prior.noise(whole)[0, 2].item() == pytest.approx(0.3, abs=1e-9)
+        assert prior.residual(whole)[0, 2].item() == pytest.approx(0.3, abs=1e-9)
 
 
 @pytest.mark.parametrize(("rank", "seed"), [(1, 0), (3, 3)])
@@ -161,7 +161,7 @@ def test_signs_of_all_preimages_add_up_to_one(rank, seed):
     assert int(found.number.max()) > 1, "the case must fold, or the test says nothing"
     assert (found.sign.sum(-1) == 1).all()
     rows = [torch.cat((past, x[None])) for row in found.x for x in row if not x.isnan().any()]
-    noise = prior.noise(torch.stack(rows))[:, -1]
+    noise = prior.residual(torch.stack(rows))[:, -1]
     assert_close(noise, (0.5 * normal(40, 3, seed=5)).repeat_interleave(found.number, 0), rtol=0, atol=1e-7)
 
 
@@ -172,14 +172,14 @@ def test_signs_of_all_preimages_add_up_to_one(rank, seed):
 def test_reparameterised_gradients_pass_gradcheck_of_both_orders(width, rank):
     prior = prior_of(width, rank, strength=0.6)
     inputs = [t.detach().clone().requires_grad_() for t in (normal(2, 4, width), prior.w_q, prior.w_k)]
-    assert torch.autograd.gradcheck(embed, inputs)
-    assert torch.autograd.gradgradcheck(embed, inputs)
+    assert torch.autograd.gradcheck(from_noise, inputs)
+    assert torch.autograd.gradgradcheck(from_noise, inputs)
 
 
 def test_gradient_equals_the_dense_implicit_function_theorem():
     prior, noise = prior_of(3, 2, strength=0.8), normal(1, 5, 3).requires_grad_()
     weight = normal(1, 5, 3, seed=9)
-    x = prior.embed(noise)
+    x = prior.from_noise(noise)
     (x * weight).sum().backward()
     jacobian = torch.autograd.functional.jacobian(prior.noise, x.detach()).reshape(15, 15)
     expected = torch.linalg.solve(jacobian.T, weight.reshape(15))
@@ -196,7 +196,7 @@ def test_transform_obeys_the_laws_of_torch_transforms():
     assert_close(transform.inv(x), noise, rtol=0, atol=1e-8)
     assert transform.inv.inv is transform
     assert transform.domain.event_dim == transform.codomain.event_dim == 2
-    forward = torch.autograd.functional.jacobian(lambda n: prior_of(3, 2).embed(n[None])[0], noise[0, 0])
+    forward = torch.autograd.functional.jacobian(lambda n: prior_of(3, 2).from_noise(n[None])[0], noise[0, 0])
     expected = torch.linalg.slogdet(forward.reshape(15, 15)).logabsdet
     assert_close(transform.log_abs_det_jacobian(noise, x)[0, 0], expected, rtol=0, atol=1e-8)
     assert_close(transform.inv.log_abs_det_jacobian(x, noise)[0, 0], -expected, rtol=0, atol=1e-8)
@@ -266,7 +266,7 @@ def test_rsample_trains_the_law_towards_a_target():
     optimizer = torch.optim.SGD(prior.parameters(), lr=0.1)
     losses = []
     for _ in range(5):
-        loss = prior.embed(noise * prior.noise_scale)[:, 3].square().mean()
+        loss = prior.from_noise(noise * prior.noise_scale)[:, 3].square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -14,7 +14,7 @@ from attention_states import BATCH, LENGTH, drawn, law_state, model_state
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import (
     AttentionState,
-    LowRankFactors,
+    LowRankBlocks,
     assemble,
     block_penalty,
     fused_penalty,
@@ -113,7 +113,7 @@ class _NoHost(TorchDispatchMode):
 def test_a_step_asks_the_device_for_nothing(make: Callable, positions: Tensor | None, monkeypatch) -> None:
     # On a processor elimination and the reach of keys look at values; what any other device runs is asked for here.
     monkeypatch.setattr(elimination, "_LEAF", 10**6)
-    monkeypatch.setattr(sys.modules["support_tokens.margins.moments"], "_reach", lambda rows, offset: None)
+    monkeypatch.setattr(sys.modules["support_tokens.margins.moments"], "_reach", lambda positions, offset: None)
     state, leaves = make()
     with _NoHost():
         value, _ = fused_penalty(state, weights(positions), smooth, positions=positions)
@@ -220,7 +220,7 @@ def test_singular_matrices_are_silent_in_elimination(count: int, side: int) -> N
 def test_penalty_of_factors_is_that_of_the_assembled_matrix() -> None:
     heads, height, inner, rank = 2, 3, 2, 2
     side = heads * height
-    factors = LowRankFactors(
+    factors = LowRankBlocks.of(
         drawn(2, heads, 4, height, inner, seed=0),
         drawn(heads, inner, side, seed=1),
         drawn(2, heads, 4, seed=2),

@@ -102,7 +102,7 @@ def test_padding_on_either_side_leaves_the_margins_of_the_bare_sequence(name: st
 
 def test_a_sliding_window_narrows_what_a_position_sees() -> None:
     states = captured(tiny_model("gemma3"), input_ids=left_and_right_padding()[0][2:])
-    local, everywhere = (states[layer].allowed_rows(slice(0, 7), 7).sum(-1)[0, 0] for layer in LAYERS)
+    local, everywhere = (states[layer].allowed_at(slice(0, 7), 7).sum(-1)[0, 0] for layer in LAYERS)
     assert local.tolist() == [1, 2, 3, 3, 3, 3, 3]
     assert everywhere.tolist() == [1, 2, 3, 4, 5, 6, 7]
 

@@ -1,6 +1,7 @@
 """The paper's law of embeddings: exact density, sampling, certificates, depth.
 
-prior -> distribution, depth, coupling, fit; underneath: solve (one position), trajectory (all), certificate and mass.
+`distribution`, `stack`, `coupling` and `fit` build on `prior`. Below it, `newton` inverts one position and `trajectory`
+all of them; `certificate` and `mass` tell where the formula is a density.
 """
 
 __all__ = [
@@ -21,8 +22,8 @@ __all__ = [
     "attend",
     "barrier_concentration",
     "coupling_spectrum",
-    "embed",
     "fit",
+    "from_noise",
     "keep_repulsive",
     "newton",
     "solve",
@@ -38,4 +39,4 @@ from support_tokens.law.newton import all_roots_on_a_line, attend, newton
 from support_tokens.law.prior import EmbeddingPrior
 from support_tokens.law.repulsive import keep_repulsive
 from support_tokens.law.stack import LawStack, LayerLaw
-from support_tokens.law.trajectory import Solution, embed, solve
+from support_tokens.law.trajectory import Solution, from_noise, solve

@@ -1,4 +1,4 @@
-r"""What can be promised about the map from noise to embeddings: where it is one-to-one, and how we know.
+r"""Guarantees on the map from noise to embeddings: where it is one-to-one, and why.
 
 **Theorem.** Given the past, let $c = (\mathrm{diam}/2)^2$ with diam the diameter of the past embeddings. If
 
@@ -22,10 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from support_tokens.margins import AttentionState, JacobianBlocks, Margins
+from support_tokens.margins import AttentionState, JacobianBlocks, Margins, position_chunks
 from support_tokens.margins.linalg import full_precision
-
-_CHUNK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +32,13 @@ class Certificate:
 
     Args:
         bound: $\max_t \lVert A \rVert_2 (\mathrm{diam}_t / 2)^2$ over all valid positions.
-        contraction: Whether `bound` is below 1: the mean is a contraction of $x_t$, for each past seen here.
+        contraction: Whether `bound` is below 1: the mean is a contraction of $x_t$ for each of these pasts.
         monotone_bound: $\max_t \lambda_{\max}((A + A^T)/2) (\mathrm{diam}_t/2)^2$; at most `bound`.
         certified: Positions whose map is one-to-one given their past, since their own monotone bound is below 1,
             `(B, T)`.
-        every_past: Whether the coupling is repulsive, so that the map is one-to-one for every past and any length.
-        quasi_definite: Smallest eigenvalue of $(J_t + J_t^T)/2$ at the points given; above 0 it holds near them, and on
-            a convex region only if it is above 0 throughout.
+        globally_injective: Whether the coupling is repulsive, so that the map is one-to-one for every past and length.
+        min_symmetric_eigenvalue: Smallest eigenvalue of $(J_t + J_t^T)/2$ at the given points. Where it is positive the
+            map is one-to-one nearby; on a convex region it is where it is positive throughout.
         sign: Sign of $\det J_t$, `(B, T)`. A negative one proves that the map folds given that past.
     """
 
@@ -48,8 +46,8 @@ class Certificate:
     contraction: bool
     monotone_bound: float
     certified: Tensor
-    every_past: bool
-    quasi_definite: float
+    globally_injective: bool
+    min_symmetric_eigenvalue: float
     sign: Tensor
 
     @property
@@ -65,7 +63,7 @@ class Certificate:
     @property
     def sentence(self) -> str:
         """What is guaranteed, and what is not."""
-        if self.every_past:
+        if self.globally_injective:
             return (
                 "Guaranteed for every past and length: the symmetric part of the coupling has no positive eigenvalue, "
                 "so noise and embeddings determine each other and log_prob is a density."
@@ -75,23 +73,23 @@ class Certificate:
                 "Guaranteed for these pasts: each next embedding and its noise determine each other "
                 f"(bound {self.monotone_bound:.3g} < 1); not guaranteed for pasts of larger diameter."
             )
-        open_ = int((~self.certified).sum())
+        uncertified = int((~self.certified).sum())
         total = self.certified.numel()
         if self.folds:
             return (
                 f"Not a density: at {self.folds} of {total} positions det J is negative, so the map folds and several "
-                f"embeddings share one noise there; {open_ - self.folds} further positions are neither certified nor "
-                "proven to fold."
+                f"embeddings share one noise there; {uncertified - self.folds} further positions are neither certified "
+                "nor proven to fold."
             )
         return (
-            f"Not guaranteed at {open_} of {total} positions (bound {self.monotone_bound:.3g} >= 1): no det J is "
-            f"negative here and the smallest eigenvalue of the symmetric part of J is {self.quasi_definite:.3g}, "
-            "which says nothing about embeddings elsewhere."
+            f"Not guaranteed at {uncertified} of {total} positions (bound {self.monotone_bound:.3g} >= 1): no det J is "
+            "negative here and the smallest eigenvalue of the symmetric part of J is "
+            f"{self.min_symmetric_eigenvalue:.3g}, which says nothing about embeddings elsewhere."
         )
 
 
 def repulsive(coupling: Tensor) -> bool:
-    r"""Whether the symmetric part of A `(D, D)` has no positive eigenvalue, to rounding.
+    r"""Whether the symmetric part of A `(D, D)` has no positive eigenvalue, up to rounding.
 
     Example:
         >>> repulsive(-torch.eye(3)), repulsive(torch.diag(torch.tensor([-1.0, 0.5])))
@@ -122,7 +120,7 @@ def past_radius_squared(x: Tensor, valid: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def certify(coupling: Tensor, state: AttentionState, margins: Margins) -> Certificate:
-    r"""Certificate of the law with coupling A `(D, D)` on the trajectories of `state`; $O(T^2 D + T D^3)$ for each.
+    r"""Certificate of the law with coupling A `(D, D)` on the trajectories of a state; $O(T^2 D + T D^3)$ each.
 
     Example:
         >>> from support_tokens import EmbeddingPrior
@@ -135,15 +133,14 @@ def certify(coupling: Tensor, state: AttentionState, margins: Margins) -> Certif
         radius = past_radius_squared(x, state.valid)
         largest, norm = _largest(coupling), float(torch.linalg.matrix_norm(coupling, 2))
         blocks = JacobianBlocks(state)
-        size = max(1, _CHUNK_BYTES // (state.batch * state.width**2 * x.element_size()))
         smallest = torch.inf
         identity = torch.eye(state.width, dtype=x.dtype, device=x.device)
-        for begin in range(0, state.length, size):
-            jacobian = identity - blocks.dense(slice(begin, min(begin + size, state.length)))
+        for positions in position_chunks(state, None, state.width):
+            jacobian = identity - blocks.dense(positions)
             smallest = min(smallest, float(torch.linalg.eigvalsh(0.5 * (jacobian + jacobian.mT)).amin()))
-    every = repulsive(coupling)
+    globally_injective = repulsive(coupling)
     certified = largest * radius < 1
-    if every:
+    if globally_injective:
         certified = torch.ones_like(certified)
     if state.valid is not None:
         certified, radius = certified | ~state.valid, radius.masked_fill(~state.valid, 0.0)
@@ -153,7 +150,7 @@ def certify(coupling: Tensor, state: AttentionState, margins: Margins) -> Certif
         contraction=bound < 1,
         monotone_bound=largest * float(radius.max()),
         certified=certified,
-        every_past=every,
-        quasi_definite=smallest,
+        globally_injective=globally_injective,
+        min_symmetric_eigenvalue=smallest,
         sign=margins.sign,
     )

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from support_tokens.errors import ArgumentError
 from support_tokens.law.prior import EmbeddingPrior
-from support_tokens.margins import JacobianBlocks
+from support_tokens.margins import JacobianBlocks, position_chunks
 from support_tokens.margins.linalg import full_precision
-
-_CHUNK_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,16 +34,18 @@ class Coupling:
 
     @property
     def attractive_share(self) -> float:
-        """Attraction over attraction plus repulsion, all positions together: 1 all attractive, 0 all repulsive."""
+        """Attraction over attraction plus repulsion, over all positions: 1 if all attract, 0 if all repel."""
         total = float((self.attraction + self.repulsion).sum())
         return float(self.attraction.sum()) / total if total else 0.5
 
     @property
     def sentence(self) -> str:
-        """The regime in words."""
-        share = self.attractive_share
-        regime = "attractive" if share > 0.5 else "repulsive" if share < 0.5 else "balanced"
-        return f"Mostly {regime}: {share:.0%} of the coupling's spectrum is attractive, {1 - share:.0%} repulsive."
+        """One sentence: mostly attractive, repulsive or balanced."""
+        fraction = self.attractive_share
+        regime = "attractive" if fraction > 0.5 else "repulsive" if fraction < 0.5 else "balanced"
+        return (
+            f"Mostly {regime}: {fraction:.0%} of the coupling's spectrum is attractive, {1 - fraction:.0%} repulsive."
+        )
 
 
 @torch.no_grad()
@@ -62,24 +62,20 @@ def coupling_spectrum(prior: EmbeddingPrior, x: Tensor, attention_mask: Tensor |
     with full_precision(x):
         state = prior.state(x, attention_mask)
         blocks = JacobianBlocks(state)
-        size = max(1, _CHUNK_BYTES // (state.batch * state.width**2 * state.value.element_size()))
-        parts = []
-        for begin in range(0, state.length, size):
-            block = blocks.dense(slice(begin, min(begin + size, state.length)))
-            parts.append(torch.linalg.eigvalsh(0.5 * (block + block.mT)))
-    eigenvalues = torch.cat(parts, dim=1)
+        dense = (blocks.dense(positions) for positions in position_chunks(state, None, state.width))
+        eigenvalues = torch.cat([torch.linalg.eigvalsh(0.5 * (block + block.mT)) for block in dense], dim=1)
     return Coupling(eigenvalues, eigenvalues.clamp_min(0).sum(-1), -eigenvalues.clamp_max(0).sum(-1))
 
 
 @dataclass(frozen=True, eq=False)
 class Concentration:
-    r"""How the gradient of the barrier is shared out.
+    r"""How the gradient of the barrier is distributed over positions.
 
     Args:
         norms: $\lVert \partial (-\log|\det J_t|) / \partial x \rVert$ over all embeddings x, `(B, T)`.
         support: Indices of the k support tokens, `(B, k)`.
-        share: Part of the sum of `norms` that they carry, `(B,)`.
-        even: Part that k tokens carry if all positions that can have a margin carry alike, `(B,)`.
+        share: Fraction of the sum of `norms` at the support tokens, `(B,)`.
+        even: The same fraction if all rankable positions had equal norms, `(B,)`.
     """
 
     norms: Tensor
@@ -89,9 +85,9 @@ class Concentration:
 
 
 def barrier_concentration(prior: EmbeddingPrior, x: Tensor, k: int) -> Concentration:
-    r"""Share of the barrier's gradient on the embeddings that the k support tokens of each sequence carry.
+    r"""Fraction of the barrier's gradient on the embeddings at the k support tokens of each sequence.
 
-    One backward pass a position: meant for a look at some sequences, not for training.
+    One backward pass per position: for inspecting a few sequences, not for training.
 
     Args:
         prior: The law.
@@ -102,15 +98,17 @@ def barrier_concentration(prior: EmbeddingPrior, x: Tensor, k: int) -> Concentra
         ArgumentError: A sequence has fewer than k positions with a margin.
 
     Example:
-        >>> found = barrier_concentration(EmbeddingPrior(width=3), torch.randn(2, 8, 3), k=2)
-        >>> found.share.shape, found.even
+        >>> concentration = barrier_concentration(EmbeddingPrior(width=3), torch.randn(2, 8, 3), k=2)
+        >>> concentration.share.shape, concentration.even
         (torch.Size([2]), tensor([0.3333, 0.3333]))
     """
     leaf = x.detach().clone().requires_grad_()
     margins = prior.margins(leaf)
     support = margins.support_tokens(k)
     if (support < 0).any():
-        raise ArgumentError(f"k must be at most the {x.shape[1] - 2} positions with a margin, received {k}; lower it.")
+        raise ArgumentError(
+            f"k must be at most {x.shape[1] - 2}, the number of positions with a margin, received {k}; lower it."
+        )
     norms = torch.stack(
         [
             torch.autograd.grad(margins.log_abs_det[:, t].sum(), leaf, retain_graph=True)[0].flatten(1).norm(dim=-1)
@@ -118,5 +116,5 @@ def barrier_concentration(prior: EmbeddingPrior, x: Tensor, k: int) -> Concentra
         ],
         dim=1,
     )
-    share = norms.gather(1, support).sum(-1) / norms.sum(-1).clamp_min(torch.finfo(norms.dtype).tiny)
-    return Concentration(norms, support, share, k / margins.rankable.sum(-1).to(norms.dtype))
+    fraction = norms.gather(1, support).sum(-1) / norms.sum(-1).clamp_min(torch.finfo(norms.dtype).tiny)
+    return Concentration(norms, support, fraction, k / margins.rankable.sum(-1).to(norms.dtype))

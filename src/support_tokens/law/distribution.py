@@ -53,10 +53,10 @@ class NoiseToEmbeddings(Transform):
         return self if self._cache_size == cache_size else NoiseToEmbeddings(self.prior, cache_size)
 
     def _call(self, x: Tensor) -> Tensor:
-        return self.prior.embed(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+        return self.prior.from_noise(x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        return self.prior.noise(y.reshape(-1, *y.shape[-2:])).reshape(y.shape)
+        return self.prior.residual(y.reshape(-1, *y.shape[-2:])).reshape(y.shape)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         r"""$-\sum_t \log|\det J_t|$ at the embeddings y, `(...)`."""

@@ -1,11 +1,11 @@
-r"""The number of embeddings that share one noise, and the integral of `log_prob` given a past.
+r"""The number of embeddings that have the same noise, and the integral of the density given a past.
 
 $$ \int N(e(x))\, |\det J(x)|\, dx = E_\epsilon\big[\#\{x : e(x) = \epsilon\}\big] \ge 1 , $$
 
-with equality where the map is one-to-one. The excess over one is mass that the formula counts more than once.
+with equality where the map is one-to-one. The excess over one is mass that is counted more than once.
 """
 
-__all__ = ["Mass", "Preimages", "mass", "preimages"]
+__all__ = ["Mass", "Preimages", "preimages", "total_mass"]
 
 import math
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from support_tokens.law.newton import CouplingFactors, all_roots_on_a_line, atte
 from support_tokens.margins.linalg import each_matrix
 
 ROUNDS = 3
-"""Rounds of the search with several unknowns, each with four times the starts of the one before."""
+"""Rounds of the search with several unknowns, each with four times as many starts as the last."""
 
 
 @dataclass(frozen=True, eq=False)
 class Preimages:
-    r"""Embeddings that have one noise, given one past.
+    r"""Embeddings that have the same noise, given one past.
 
     Args:
-        x: `(M, K, D)`, filled up with NaN; in ascending order of the query where it has one component.
-        sign: Sign of $\det J$ at each, `(M, K)`, 0 in the filling. The signs of all preimages add up to 1.
+        x: `(M, K, D)`, padded with NaN; in ascending order of the query where it has one component.
+        sign: Sign of $\det J$ at each, `(M, K)`, 0 in the padding. The signs of all preimages add up to 1.
         number: `(M,)`.
-        complete: Whether all were looked for (the reduced equation has one unknown); else there may be more, and there
-            are where the signs do not add up to 1.
+        complete: Whether all were searched for (the reduced equation has one unknown); otherwise there may be more, and
+            there are where the signs do not add up to 1.
     """
 
     x: Tensor
@@ -60,7 +60,7 @@ class Mass:
 
     @property
     def sentence(self) -> str:
-        """The integral in words."""
+        """One sentence: the integral and its excess over 1."""
         least = "" if self.exact else "at least "
         error = f" +- {self.standard_error:.2g}" if self.standard_error else ""
         return (
@@ -69,11 +69,11 @@ class Mass:
         )
 
 
-def _rows(past: Tensor, maps: CouplingFactors) -> tuple[Tensor, Tensor]:
+def _images(past: Tensor, maps: CouplingFactors) -> tuple[Tensor, Tensor]:
     if past.dim() != 2 or past.shape[-1] != maps.to_query.shape[-1] or len(past) == 0:
         raise ArgumentError(
-            f"past must have shape (t, {maps.to_query.shape[-1]}) with t >= 1, received {tuple(past.shape)}; pass one "
-            "sequence's embeddings."
+            f"past must have shape (t, {maps.to_query.shape[-1]}) with t >= 1, received {tuple(past.shape)}; pass the "
+            "embeddings of one sequence."
         )
     return past @ maps.to_query.T, past @ maps.to_key.T
 
@@ -82,7 +82,7 @@ def _rows(past: Tensor, maps: CouplingFactors) -> tuple[Tensor, Tensor]:
 def preimages(noise: Tensor, past: Tensor, maps: CouplingFactors, *, starts: int = 16) -> Preimages:
     r"""All embeddings found with noise `(M, D)` after the past `(t, D)`.
 
-    With one unknown (R or D is 1) by a grid and bisection, so all of them; with more by Newton from every past token,
+    With one unknown (R or D is 1) by a grid and bisection, which finds all; with more by Newton from every past token,
     the centroid and `starts` random points of the hull of the past, the same points at every call.
 
     Example:
@@ -92,7 +92,7 @@ def preimages(noise: Tensor, past: Tensor, maps: CouplingFactors, *, starts: int
     """
     given, wide = noise.dtype, working_dtype(noise)
     noise, past, maps = noise.to(wide), past.to(wide), CouplingFactors(*(matrix.to(wide) for matrix in maps))
-    queries, keys = _rows(past, maps)
+    queries, keys = _images(past, maps)
     target = noise @ maps.to_query.T
     if queries.shape[-1] == 1:
         wide = (len(target), len(past))
@@ -118,19 +118,19 @@ def _sign(weights: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def _search(target: Tensor, queries: Tensor, keys: Tensor, starts: int) -> tuple[Tensor, Tensor]:
-    """Solutions by Newton from many starts; rows whose signs do not add up to one are searched again from more."""
+    """Solutions by Newton from many starts, and from more where the signs do not add up to one."""
     generator = torch.Generator().manual_seed(0)
     z = target.new_full((len(target), 0, target.shape[-1]), math.nan)
     todo = torch.arange(len(target), device=target.device)
     for attempt in range(ROUNDS):
-        # Powers of exponentials are points of the hull that lie ever nearer to its corners and edges.
+        # Higher powers of exponentials are points nearer to the corners and edges of the hull.
         mixes = torch.empty(starts * 4**attempt, len(queries)).exponential_(generator=generator) ** (1 + attempt)
         mixes = (mixes / mixes.sum(-1, keepdim=True)).to(queries)
         begin = torch.cat((queries, queries.mean(0, keepdim=True), mixes @ queries))
         goal = target[todo].repeat_interleave(len(begin), 0)
         many = lambda tensor: tensor.expand(len(goal), *tensor.shape)  # noqa: B023, E731
-        found = newton(goal + begin.repeat(len(todo), 1), many(queries), many(keys), goal, tolerance_of(target.dtype))
-        new = torch.where(found.converged.unsqueeze(-1), found.z, math.nan).reshape(len(todo), len(begin), -1)
+        roots = newton(goal + begin.repeat(len(todo), 1), many(queries), many(keys), goal, tolerance_of(target.dtype))
+        new = torch.where(roots.converged.unsqueeze(-1), roots.z, math.nan).reshape(len(todo), len(begin), -1)
         more = target.new_full((len(target), new.shape[1], new.shape[2]), math.nan)
         more[todo] = new
         z, number = _distinct(torch.cat((z, more), dim=1))
@@ -144,7 +144,7 @@ def _search(target: Tensor, queries: Tensor, keys: Tensor, starts: int) -> tuple
 
 
 def _distinct(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Solutions that differ by more than the accuracy of the search, first come first kept; NaN counts as none."""
+    """Solutions that differ by more than the accuracy of the search, in order; NaN entries are dropped."""
     there = ~z.isnan().any(-1)
     plain = z.nan_to_num(0.0)
     near = torch.cdist(plain, plain) < 1e3 * tolerance_of(z.dtype) * (1 + plain.abs().amax())
@@ -157,7 +157,7 @@ def _distinct(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def mass(
+def total_mass(
     past: Tensor,
     maps: CouplingFactors,
     noise_scale: float,
@@ -173,12 +173,12 @@ def mass(
     Example:
         >>> past, one = torch.tensor([[-2.0], [2.0]]), torch.ones(1, 1)
         >>> (
-        ...     mass(past, CouplingFactors(one, 0.2 * one), 1.0).value,
-        ...     mass(past, CouplingFactors(one, one), 1.0).value > 1.3,
+        ...     total_mass(past, CouplingFactors(one, 0.2 * one), 1.0).value,
+        ...     total_mass(past, CouplingFactors(one, one), 1.0).value > 1.3,
         ... )
         (1.0, True)
     """
-    queries, keys = _rows(past, maps)
+    queries, keys = _images(past, maps)
     if queries.shape[-1] == 1:
         scale = noise_scale * float(maps.to_query.norm())
         return Mass(_total_variation(queries[:, 0], keys[:, 0], scale), 0.0, exact=True)

@@ -1,14 +1,13 @@
-r"""One position of the inverse map: from latent noise to the embedding whose query asks for its own mean.
+r"""One position of the inverse map, from latent noise to the embedding.
 
-Given the past, $x = \epsilon + \sum_s \alpha_s(x)\, x_s$. The weights see x through $z = U x$ alone, so the equation to
-solve is
+Given the past, $x = \epsilon + \sum_s \alpha_s(x)\, x_s$. The weights depend on x through $z = U x$ alone, so the
+equation to solve is
 
 $$ F(z) = z - \sum_s \alpha_s(z)\, u_s - U\epsilon = 0, \qquad u_s = U x_s, \quad \alpha_s \propto \exp(c_s^T z), $$
 
 in $k = \min(R, D)$ unknowns; $F' = I - \mathrm{Cov}_\alpha(u, c)$ has the determinant of $J_t$. A solution always
-exists: the sum lies in the convex hull of the past, a compact set, so that Brouwer's theorem applies. It is unique
-    where $F'$ cannot vanish; by
-degree theory the signs of $\det F'$ over all solutions add up to one.
+exists, by Brouwer's theorem: the sum lies in the convex hull of the past, a compact set. It is unique where $F'$ cannot
+vanish; by degree theory the signs of $\det F'$ over all solutions add up to one.
 """
 
 __all__ = [
@@ -16,7 +15,7 @@ __all__ = [
     "Roots",
     "all_roots_on_a_line",
     "attend",
-    "factors",
+    "coupling_factors",
     "is_monotone",
     "newton",
     "tolerance_of",
@@ -36,7 +35,7 @@ from support_tokens.margins.linalg import each_matrix
 MAX_ITERATIONS = 40
 HALVINGS = 12
 GRID_PER_LOGIT = 16
-"""Points of the search grid in the distance over which a logit changes by one: a fold is wider than that."""
+"""Points of the search grid per unit change of a logit; a fold is wider than one unit."""
 LARGEST_GRID = 16384
 _CHUNK = 2**22  # entries of the largest matrix of a search
 
@@ -48,11 +47,11 @@ class CouplingFactors(NamedTuple):
     to_key: Tensor
 
 
-def factors(w_q: Tensor, w_k: Tensor) -> CouplingFactors:
+def coupling_factors(w_q: Tensor, w_k: Tensor) -> CouplingFactors:
     r"""U and C of the smaller of the two forms: $(W_Q, W_K/\sqrt R)$ where $R \le D$, else $(I, A^T)$.
 
     Example:
-        >>> factors(torch.randn(5, 3), torch.randn(5, 3)).to_key.shape
+        >>> coupling_factors(torch.randn(5, 3), torch.randn(5, 3)).to_key.shape
         torch.Size([3, 3])
     """
     rank, width = w_q.shape
@@ -62,12 +61,12 @@ def factors(w_q: Tensor, w_k: Tensor) -> CouplingFactors:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Largest residual that counts as solved, relative to one plus the size of the queries: 1e-10; 1e-5 in float32."""
+    """Largest residual of a solution, relative to one plus the size of the queries: 1e-10, in float32 1e-5."""
     return 1e-10 if dtype == torch.float64 else 1e-5
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
-    """Float64, in which Newton need not fight rounding; float32 on devices that have nothing wider."""
+    """Dtype of the search: float64, or float32 on devices without float64."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
@@ -106,13 +105,13 @@ class Roots:
 
 
 def newton(start: Tensor, queries: Tensor, keys: Tensor, target: Tensor, tolerance: float) -> Roots:
-    r"""Damped Newton with the exact derivative, for N independent rows at once; cost $O(t k^2 + k^3)$ a step and row.
+    r"""Damped Newton with the exact derivative, for N independent rows at once; $O(t k^2 + k^3)$ per step and row.
 
-    A step is halved until $|F|$ falls. Where no step helps, near a fold, the row takes the fixed-point step
+    A step is halved until $|F|$ decreases. Where no step does, near a fold, the row takes the fixed-point step
     $z \leftarrow U\epsilon + \sum_s \alpha_s u_s$, which never leaves the hull of the past.
 
     Args:
-        start: Where to begin, `(N, k)`.
+        start: Initial $z$, `(N, k)`.
         queries: $u_s$, `(N, t, k)`.
         keys: $c_s$, `(N, t, k)`.
         target: $U \epsilon$, `(N, k)`.
@@ -167,9 +166,8 @@ def is_monotone(queries: Tensor, keys: Tensor) -> Tensor:
 def all_roots_on_a_line(queries: Tensor, keys: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     r"""Every solution of M rows with one unknown, by sign changes on a grid and bisection to working precision.
 
-    All solutions lie in $U\epsilon + [\min u, \max u]$. The grid has 16 points in the distance over which a logit
-    changes by one, at most 16384 in all. Two solutions that are closer than a step of the grid, which happens at a fold
-    only, count as none.
+    All solutions lie in $U\epsilon + [\min u, \max u]$. The grid has 16 points per unit change of a logit, at most
+    16384. Two solutions that are closer than a step of the grid, which happens only at a fold, are missed.
 
     Args:
         queries: $u_s$, `(M, t)`.
@@ -177,7 +175,7 @@ def all_roots_on_a_line(queries: Tensor, keys: Tensor, target: Tensor) -> tuple[
         target: $U\epsilon$, `(M,)`.
 
     Returns:
-        Solutions in ascending order `(M, K)`, filled up with NaN, and their number `(M,)`; it is odd.
+        Solutions in ascending order `(M, K)`, padded with NaN, and their number `(M,)`; it is odd.
 
     Example:
         >>> u = torch.tensor([[-2.0, 2.0]])
@@ -218,8 +216,8 @@ def all_roots_on_a_line(queries: Tensor, keys: Tensor, target: Tensor) -> tuple[
     number = torch.bincount(row, minlength=len(target))
     if not (number % 2 == 1).all():
         raise NumericalError(
-            f"an equation of one unknown must have an odd number of solutions, found {sorted(set(number.tolist()))}; "
-            "pass finite embeddings."
+            "the number of solutions of an equation of one unknown must be odd, received "
+            f"{sorted(set(number.tolist()))}; pass finite embeddings."
         )
     first = torch.cumsum(number, 0) - number
     roots = torch.full((len(target), int(number.max())), math.nan, dtype=grid.dtype, device=grid.device)

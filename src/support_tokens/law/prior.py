@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError, NumericalWarning
 from support_tokens.law.certificate import Certificate, certify, past_radius_squared
-from support_tokens.law.mass import Mass, Preimages, mass, preimages
-from support_tokens.law.newton import factors
-from support_tokens.law.trajectory import Solution, embed, solve
+from support_tokens.law.gaussian import gaussian_log_prob
+from support_tokens.law.mass import Mass, Preimages, preimages, total_mass
+from support_tokens.law.newton import coupling_factors
+from support_tokens.law.trajectory import Solution, from_noise, solve
 from support_tokens.margins import AttentionState, Margins, moments, state_from_weights, state_margins
 from support_tokens.margins.linalg import full_precision
 
 LARGEST_CHECK = 64
-"""Positions whose mass `log_prob(x, check=True)` computes at most."""
+"""Most positions whose mass `log_prob(x, check=True)` computes."""
 
 
 class EmbeddingPrior(nn.Module):
@@ -68,12 +69,12 @@ class EmbeddingPrior(nn.Module):
 
     @property
     def width(self) -> int:
-        """D."""
+        """D, the width of the embeddings."""
         return self.w_q.shape[1]
 
     @property
     def rank(self) -> int:
-        """R."""
+        """R, the rank of the coupling."""
         return self.w_q.shape[0]
 
     @property
@@ -95,8 +96,8 @@ class EmbeddingPrior(nn.Module):
     ) -> AttentionState:
         """The attention of the law on `x` `(B, T, D)`.
 
-        `attention_mask` `(B, T)` is non-zero at real tokens; `segments` `(B, T)` numbers the documents packed in a
-        sequence, which do not see each other.
+        `attention_mask` `(B, T)` is non-zero at real tokens. `segments` `(B, T)` numbers the documents packed in a
+        sequence; positions attend within their document only.
         """
         if x.dim() != 3 or x.shape[-1] != self.width:
             raise ArgumentError(
@@ -114,10 +115,9 @@ class EmbeddingPrior(nn.Module):
         )
 
     def mean(self, x: Tensor, attention_mask: Tensor | None = None, *, segments: Tensor | None = None) -> Tensor:
-        r"""$\mu_t(x)$, `(B, T, D)`: what attention expects of position t; 0 where it has no context."""
+        r"""$\mu_t(x)$, `(B, T, D)`; 0 where a position has no context."""
         with full_precision(x):
-            state = self.state(x, attention_mask, segments=segments)
-            return moments(state, slice(0, x.shape[1]), covariance=False).mean[:, 0]
+            return _mean(self.state(x, attention_mask, segments=segments))
 
     def margins(
         self,
@@ -131,18 +131,17 @@ class EmbeddingPrior(nn.Module):
         with full_precision(x):
             return state_margins(self.state(x, attention_mask, segments=segments), positions=positions)
 
-    def noise(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def residual(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         r"""$\epsilon = x - \mu(x)$, `(B, T, D)`, in closed form; 0 at padding."""
         with full_precision(x):
-            state = self.state(x, attention_mask)
-            return state.value[:, 0] - moments(state, slice(0, x.shape[1]), covariance=False).mean[:, 0]
+            return _residual(self.state(x, attention_mask))
 
     def log_prob(self, x: Tensor, attention_mask: Tensor | None = None, *, check: bool = False) -> Tensor:
         r"""Exact $\log p(x)$ in nats, `(B,)`; positions that are padding do not count.
 
-        It is a density where $x \mapsto x - \mu(x)$ is one-to-one; beyond, several trajectories share one noise and the
-        formula counts each of them. `check` looks for that and warns with the mass that is counted more than once; it
-        costs a search, so that training leaves it out.
+        It is a density where $x \mapsto x - \mu(x)$ is one-to-one. Elsewhere several trajectories have the same noise
+        and the formula counts each of them. `check` searches for such positions and warns with the mass that is counted
+        more than once; it is too slow for training.
 
         Warns:
             NumericalWarning: With `check`, where the formula is not a density given these pasts.
@@ -151,22 +150,16 @@ class EmbeddingPrior(nn.Module):
             self._warn_of_folds(x, attention_mask)
         with full_precision(x):
             state = self.state(x, attention_mask)
-            keys = state.value[:, 0]
-            noise = keys - moments(state, slice(0, x.shape[1]), covariance=False).mean[:, 0]
-            variance = (2 * self.log_noise_scale).exp()
-            gaussian = -0.5 * (
-                noise.square().sum(-1) / variance + self.width * (math.log(2 * math.pi) + 2 * self.log_noise_scale)
-            )
-            per_position = gaussian + state_margins(state).log_abs_det
+            per_position = gaussian_log_prob(_residual(state), self.log_noise_scale) + state_margins(state).log_abs_det
             if state.valid is not None:
                 per_position = per_position.masked_fill(~state.valid, 0.0)
             return per_position.sum(-1)
 
-    def embed(self, noise: Tensor) -> Tensor:
+    def from_noise(self, noise: Tensor) -> Tensor:
         r"""Embeddings x with $x - \mu(x) = \epsilon$, `(B, T, D)`; differentiable in noise and parameters.
 
-        Position after position by Newton in float64, to a relative residual of 1e-10; the result has the dtype of the
-        noise. Which of several solutions is taken, `solve` says.
+        One position after the other by Newton in float64, to a relative residual of 1e-10; the result has the dtype of
+        the noise. `solve` reports where there are several solutions and which one was taken.
 
         Raises:
             NumericalError: The search did not reach that residual.
@@ -174,18 +167,18 @@ class EmbeddingPrior(nn.Module):
         Example:
             >>> prior = EmbeddingPrior(width=3, rank=2).double()
             >>> noise = torch.randn(2, 5, 3, dtype=torch.float64)
-            >>> torch.allclose(prior.noise(prior.embed(noise)), noise)
+            >>> torch.allclose(prior.residual(prior.from_noise(noise)), noise)
             True
         """
-        return embed(*self._checked_noise(noise))
+        return from_noise(*self._checked_noise(noise))
 
     def solve(self, noise: Tensor, past: Tensor | None = None) -> Solution:
-        """As `embed`, after the embeddings `past` `(B, P, D)`, with an account of the search and without gradients."""
+        """As `from_noise`, after the embeddings `past` `(B, P, D)`, with details of the search; no gradients."""
         noise, w_q, w_k = self._checked_noise(noise)
         if past is not None and (past.dim() != 3 or past.shape[0] != len(noise) or past.shape[-1] != self.width):
             raise ArgumentError(
                 f"past must have shape (B, P, D) = ({len(noise)}, P, {self.width}), received {tuple(past.shape)}; "
-                "pass one past for each row of noise."
+                "pass one past per row of noise."
             )
         return solve(noise, w_q, w_k, past=past)
 
@@ -203,7 +196,7 @@ class EmbeddingPrior(nn.Module):
             )
         weight = self.w_q
         standard = torch.randn(batch, length, self.width, generator=generator, dtype=weight.dtype, device=weight.device)
-        return self.embed(standard * self.noise_scale)
+        return self.from_noise(standard * self.noise_scale)
 
     def certificate(self, x: Tensor, attention_mask: Tensor | None = None) -> Certificate:
         """What is guaranteed about the map between noise and embeddings, given the pasts in x `(B, T, D)`."""
@@ -218,19 +211,20 @@ class EmbeddingPrior(nn.Module):
                 f"noise must have shape (M, {self.width}), received {tuple(noise.shape)}; pass one row a noise."
             )
         noise, w_q, w_k = self._promoted(noise)
-        return preimages(noise, past.to(noise), factors(w_q, w_k))
+        return preimages(noise, past.to(noise), coupling_factors(w_q, w_k))
 
-    def mass(self, past: Tensor, *, samples: int = 256, generator: torch.Generator | None = None) -> Mass:
+    def total_mass(self, past: Tensor, *, samples: int = 256, generator: torch.Generator | None = None) -> Mass:
         r"""$\int p(x_t \mid \mathrm{past})\, dx_t$ as `log_prob` has it, after one past `(t, D)`: 1 for a density.
 
         Example:
             >>> prior = EmbeddingPrior(width=1)
             >>> _ = torch.nn.init.ones_(prior.w_q), torch.nn.init.ones_(prior.w_k)
-            >>> print(prior.mass(torch.tensor([[-2.0], [2.0]])).sentence)
+            >>> print(prior.total_mass(torch.tensor([[-2.0], [2.0]])).sentence)
             given this past the formula integrates to 2.434, 1.43 of it counted more than once
         """
         past, w_q, w_k = self._promoted(past.detach())
-        return mass(past, factors(w_q, w_k), float(self.noise_scale.detach()), samples=samples, generator=generator)
+        maps, scale = coupling_factors(w_q, w_k), float(self.noise_scale.detach())
+        return total_mass(past, maps, scale, samples=samples, generator=generator)
 
     def _warn_of_folds(self, x: Tensor, attention_mask: Tensor | None) -> None:
         certificate = self.certificate(x, attention_mask)
@@ -238,7 +232,7 @@ class EmbeddingPrior(nn.Module):
             return
         state = self.state(x.detach(), attention_mask)
         radius = past_radius_squared(state.value[:, 0], state.valid).masked_fill(certificate.certified, 0.0).flatten()
-        # The widest pasts first. Where the mass is exact all of them can be looked at, so that silence means something.
+        # The widest pasts first. Where the mass is exact, many are checked, so that no warning means no fold.
         exact = min(self.rank, self.width) == 1
         suspects = radius.argsort(descending=True)[: int((radius > 0).sum())][: LARGEST_CHECK if exact else 1]
         generator = torch.Generator(x.device).manual_seed(0)
@@ -247,15 +241,15 @@ class EmbeddingPrior(nn.Module):
             row, position = divmod(index, x.shape[1])
             past = state.value[row, 0, :position]
             past = past if state.valid is None else past[state.valid[row, :position]]
-            found = self.mass(past, generator=generator)
-            if worst is None or found.value > worst.value:
-                worst, where = found, (row, position)
+            candidate = self.total_mass(past, generator=generator)
+            if worst is None or candidate.value > worst.value:
+                worst, where = candidate, (row, position)
         assert worst is not None, "a position that is not certified has a past of some width"
         if exact and not worst.excess and len(suspects) == int((~certificate.certified).sum()):
             return
         warnings.warn(
             f"log_prob of EmbeddingPrior: {certificate.sentence} At position {where[1]} of sequence {where[0]}, "
-            f"the worst of {len(suspects)} looked at, {worst.sentence}.",
+            f"the worst of {len(suspects)} checked, {worst.sentence}.",
             NumericalWarning,
             stacklevel=3,
         )
@@ -272,3 +266,11 @@ class EmbeddingPrior(nn.Module):
                 "pass noise of the law's width."
             )
         return self._promoted(noise)
+
+
+def _mean(state: AttentionState) -> Tensor:
+    return moments(state, slice(0, state.length), covariance=False).mean[:, 0]
+
+
+def _residual(state: AttentionState) -> Tensor:
+    return state.value[:, 0] - _mean(state)

@@ -53,7 +53,7 @@ def keep_repulsive(prior: EmbeddingPrior) -> EmbeddingPrior:
 
     Example:
         >>> prior = keep_repulsive(EmbeddingPrior(width=3))
-        >>> prior.certificate(10 * torch.randn(1, 6, 3)).every_past
+        >>> prior.certificate(10 * torch.randn(1, 6, 3)).globally_injective
         True
     """
     if prior.rank != prior.width:

@@ -1,12 +1,12 @@
-r"""A stack of laws: each layer is drawn around what attention makes of the one below.
+r"""A stack of laws: the mean of each layer is the attention over the layer below.
 
 $$ x^{l+1}_t = \sum_{s \le t} \alpha_{ts}\, x^l_s + \epsilon^{l+1}_t, \qquad
-   \log p(x^1, \dots, x^L) = \log p(x^1) + \sum_{l} \Big[ \sum_t \log N(\epsilon^{l+1}_t; 0, \sigma_l^2 I) + \log|\det
-   J^{l+1}| \Big] . $$
+   \log p(x^1, \dots, x^L) = \log p(x^1)
+   + \sum_{l,t} \big[ \log N(\epsilon^{l+1}_t; 0, \sigma_l^2 I) + \log|\det J^{l+1}_t| \big] . $$
 
-Where the weights come from the layer below, $x^{l+1}$ is a shift of its noise and $\log|\det J^{l+1}| = 0$: the
-embedding law alone has a Jacobian term. Where the query is $x^{l+1}_t$ itself, the weights depend on the variable that
-is being modelled and $J_t = I - \mathrm{Cov}_{\alpha_t}(x^l, W_K x^l) W_Q / \sqrt R$ comes back.
+If the query comes from the layer below, $x^{l+1}$ is a shift of its noise and $\log|\det J^{l+1}_t| = 0$: only the
+embedding law has a Jacobian term. If the query is $x^{l+1}_t$ itself, the weights depend on the modelled variable and
+$J_t = I - \mathrm{Cov}_{\alpha_t}(x^l, W_K x^l) W_Q / \sqrt R$.
 """
 
 __all__ = ["LawStack", "LayerLaw"]
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from support_tokens.errors import ArgumentError
-from support_tokens.law.newton import factors
+from support_tokens.law.gaussian import gaussian_log_prob
+from support_tokens.law.newton import coupling_factors
 from support_tokens.law.prior import EmbeddingPrior
 from support_tokens.law.trajectory import next_embedding
 from support_tokens.margins import AttentionState, Projection, moments
@@ -36,8 +37,7 @@ class LayerLaw(nn.Module):
         width: D.
         rank: R; None: D.
         noise_scale: $\sigma_l$, in units of the embeddings.
-        query: Whose query asks: `below`, $W_Q x^l_t$, the standard, a shift; or `own`, $W_Q x^{l+1}_t$, which has a
-            Jacobian.
+        query: Source of the query: `below`, $W_Q x^l_t$, without a Jacobian term; or `own`, $W_Q x^{l+1}_t$, with one.
         generator: Draws the initial weights, $N(0, 1/D)$; None: PyTorch's global one.
 
     Raises:
@@ -77,11 +77,11 @@ class LayerLaw(nn.Module):
                 f"{tuple(below.shape)}; pass the embeddings of two neighbouring layers."
             )
         x, below, w_q, w_k = _promote(x, below, self.w_q, self.w_k)
-        asking = x if self.query == "own" else below
-        # One key more than queries, never looked at: under the strict mask position t then sees the keys s <= t.
+        source = x if self.query == "own" else below
+        # One padding key, never attended to: with it the strict mask lets position t attend to the keys s <= t.
         behind = pad(below, (0, 0, 0, 1))
         return AttentionState(
-            query=(asking @ w_q.T).unsqueeze(1),
+            query=(source @ w_q.T).unsqueeze(1),
             key=(behind @ w_k.T).unsqueeze(1),
             value=behind.unsqueeze(1),
             scale=1 / math.sqrt(len(w_q)),
@@ -91,7 +91,7 @@ class LayerLaw(nn.Module):
         )
 
     def mean(self, x: Tensor, below: Tensor) -> Tensor:
-        """What attention makes of the layer below, `(B, T, D)`; x matters only where the query is its own."""
+        """Attention over the layer below, `(B, T, D)`; x is used only with `query="own"`."""
         with full_precision(x):
             return moments(self.state(x, below), slice(0, x.shape[1]), covariance=False).mean[:, 0]
 
@@ -102,17 +102,15 @@ class LayerLaw(nn.Module):
         with full_precision(x):
             state = self.state(x, below)
             # By Sylvester det(I - Cov(x, k) W_Q) = det(I - Cov(W_Q x, k)), in R dimensions; x is the layer below.
-            asked = replace(state, value=state.value @ self.w_q.T.to(state.value))
-            covariance = moments(asked, slice(0, x.shape[1])).covariance
-            assert covariance is not None
+            projected = replace(state, value=state.value @ self.w_q.T.to(state.value))
+            covariance = moments(projected, slice(0, x.shape[1])).covariance
             identity = torch.eye(len(self.w_q), dtype=covariance.dtype, device=covariance.device)
             return safe_slogdet(identity - state.scale * covariance[:, 0]).log_abs_det
 
     def log_prob(self, x: Tensor, below: Tensor) -> Tensor:
         r"""$\log p(x^{l+1} \mid x^l)$ in nats, `(B,)`."""
-        error = (x - self.mean(x, below)) * (-self.log_noise_scale).exp()
-        constant = x.shape[-1] * (0.5 * math.log(2 * math.pi) + self.log_noise_scale)
-        return (-0.5 * error.square().sum(-1) - constant + self.log_abs_det(x, below)).sum(-1)
+        gaussian = gaussian_log_prob(x - self.mean(x, below), self.log_noise_scale)
+        return (gaussian + self.log_abs_det(x, below)).sum(-1)
 
     @torch.no_grad()
     def sample(self, below: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -122,7 +120,7 @@ class LayerLaw(nn.Module):
         noise = standard * self.log_noise_scale.exp()
         if self.query == "below":
             return self.mean(below, below) + noise
-        maps = factors(w_q, w_k)
+        maps = coupling_factors(w_q, w_k)
         queries, keys = below @ maps.to_query.T, below @ maps.to_key.T
         rows = [
             next_embedding(noise[:, t], below[:, : t + 1], queries[:, : t + 1], keys[:, : t + 1], maps)[0]
@@ -166,7 +164,7 @@ class LawStack(nn.Module):
         return total
 
     def jacobian_terms(self, x: Sequence[Tensor]) -> list[Tensor]:
-        r"""$\sum_t \log|\det J_t|$ of each layer, `(B,)` each: what it adds beyond a shift."""
+        r"""$\sum_t \log|\det J_t|$ of each layer, `(B,)` each."""
         terms = [self.prior.margins(self._checked(x)[0]).log_abs_det.sum(-1)]
         for layer, above, below in zip(self.layers, x[1:], x[:-1], strict=True):
             terms.append(layer.log_abs_det(above, below).sum(-1))  # type: ignore[operator]
@@ -182,13 +180,13 @@ class LawStack(nn.Module):
     def _checked(self, x: Sequence[Tensor]) -> Sequence[Tensor]:
         if len(x) != 1 + len(self.layers):
             raise ArgumentError(
-                f"x must hold one tensor a layer, {1 + len(self.layers)} in all, received {len(x)}; pass all layers."
+                f"x must hold one tensor per layer, {1 + len(self.layers)} in all, received {len(x)}; pass all layers."
             )
         return x
 
 
 def _promote(*tensors: Tensor) -> list[Tensor]:
-    """All in one dtype of at least 32 bits."""
+    """Tensors in one common dtype of at least 32 bits."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)

@@ -1,14 +1,14 @@
-r"""A trajectory of embeddings from its noise: position after position by Newton, with exact reparameterised gradients.
+r"""A trajectory of embeddings from its noise, one position after the other by Newton, with exact gradients.
 
 With $e(x) = x - \mu(x; \theta)$ the solution of $e(x) = \epsilon$ moves, by the implicit function theorem, as
 
 $$ dx = (\partial e / \partial x)^{-1} (d\epsilon + \partial_\theta \mu\, d\theta), $$
 
-and $\partial e/\partial x$ is block lower triangular, so that the backward pass is one substitution from the last
-position to the first. It is made of differentiable operations: gradients of any order exist.
+and $\partial e/\partial x$ is block lower triangular, so the backward pass is one substitution from the last position
+to the first. It consists of differentiable operations, so gradients of any order exist.
 """
 
-__all__ = ["Solution", "embed", "next_embedding", "solve"]
+__all__ = ["Solution", "from_noise", "next_embedding", "solve"]
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from support_tokens.law.newton import (
     CouplingFactors,
     all_roots_on_a_line,
     attend,
-    factors,
+    coupling_factors,
     is_monotone,
     newton,
     tolerance_of,
@@ -33,7 +33,7 @@ from support_tokens.margins.linalg import each_matrix
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    r"""Embeddings found from noise, and how.
+    r"""Embeddings computed from noise, with details of the search.
 
     Args:
         x: $x$ with $x - \mu(x) = \epsilon$, `(B, T, D)`.
@@ -50,7 +50,7 @@ class Solution:
 
     @property
     def sentence(self) -> str:
-        """What was found and which solution was taken."""
+        """One sentence: the accuracy, and which of several solutions was taken."""
         several, unknown = int((self.preimages > 1).sum()), int((self.preimages == 0).sum())
         parts = [
             f"solved to a residual of {float(self.residual.max()):.1e} in at most {int(self.iterations.max())} steps"
@@ -62,7 +62,7 @@ class Solution:
             )
         if unknown:
             parts.append(
-                f"at {unknown} positions other solutions were not looked for; the one that Newton reaches from its "
+                f"at {unknown} positions other solutions were not searched for; the one that Newton reaches from its "
                 "start was taken"
             )
         return "; ".join(parts) + "."
@@ -73,15 +73,15 @@ def next_embedding(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""The embedding that follows a past, for N independent rows: $x = \epsilon + \mu(x)$.
 
-    The search starts at noise plus the mean that the centroid of the past, moved by the noise, would ask for. With one
-    unknown (R or D is 1) and a past that may fold, all solutions are found and the one nearest to that start is taken.
+    The search starts at the noise plus the mean at the centroid of the past shifted by the noise. With one unknown
+    (R or D is 1) and a past that may fold, all solutions are found and the one nearest to that start is taken.
 
     Args:
         noise: $\epsilon$, `(N, D)`.
         values: Past embeddings, `(N, t, D)`.
         queries: Their images, `(N, t, k)`.
         keys: Their images under `maps`, `(N, t, k)`.
-        maps: See `factors`.
+        maps: See `coupling_factors`.
         tolerance: Relative residual; None: `tolerance_of` the dtype.
 
     Returns:
@@ -107,10 +107,10 @@ def next_embedding(
         folding = (~is_monotone(queries, keys)).nonzero().squeeze(-1)
         if len(folding):
             u, c, goal = queries[folding], keys[folding], target[folding]
-            found, number = all_roots_on_a_line(u[..., 0], c[..., 0], goal[:, 0])
-            nearest = (found - start[folding]).abs().nan_to_num(math.inf).argmin(-1, keepdim=True)
-            # Bisection leaves a few roundings; Newton takes them away and says what is left.
-            again = newton(found.gather(-1, nearest), u, c, goal, tolerance)
+            roots_on_line, number = all_roots_on_a_line(u[..., 0], c[..., 0], goal[:, 0])
+            nearest = (roots_on_line - start[folding]).abs().nan_to_num(math.inf).argmin(-1, keepdim=True)
+            # Newton removes the rounding errors of bisection and gives the residual.
+            again = newton(roots_on_line.gather(-1, nearest), u, c, goal, tolerance)
             z[folding], residual[folding], converged[folding] = again.z, again.residual, again.converged
             count[folding] = number
     elif past > 1:
@@ -121,9 +121,9 @@ def next_embedding(
             z[row], residual[row], converged[row] = *again, True
     if not converged.all():
         raise NumericalError(
-            f"Newton must reach a relative residual of {tolerance:g} at every position, "
-            f"reached {float(residual.max()):.1e} after {past} past positions; "
-            "weaken the coupling (see certificate), or compute in float64."
+            f"the relative residual must be at most {tolerance:g} at every position, received "
+            f"{float(residual.max()):.1e} after {past} past positions; weaken the coupling (see certificate), or "
+            "compute in float64."
         )
     x = noise + (attend(z, keys).unsqueeze(-2) @ values).squeeze(-2)
     return x.to(given), roots.iterations, residual, count
@@ -151,14 +151,14 @@ def solve(
 ) -> Solution:
     r"""Embeddings $x$ with $x - \mu(x) = \epsilon$, one position after the other.
 
-    Keys of the past are kept, so that position t costs $O(t)$ a Newton step.
+    Keys of the past are cached: a Newton step at position t costs $O(t)$.
 
     Args:
         noise: $\epsilon$, `(B, T, D)`.
         w_q: `(R, D)`.
         w_k: `(R, D)`.
         past: Embeddings `(B, P, D)` that come before; None: none.
-        tolerance: Relative residual; None: 1e-10. The search runs in float64 whatever the dtype of the noise.
+        tolerance: Relative residual; None: 1e-10. The search runs in float64 for any dtype of the noise.
 
     Raises:
         NumericalError: No solution was found at some position.
@@ -172,7 +172,7 @@ def solve(
     given = noise.dtype
     # Buffers in the dtype of the search: nothing is converted again at every position.
     noise, w_q, w_k = (tensor.to(working_dtype(noise)) for tensor in (noise, w_q, w_k))
-    maps = factors(w_q, w_k)
+    maps = coupling_factors(w_q, w_k)
     before = 0 if past is None else past.shape[1]
     x = noise.new_empty(batch, before + length, width)
     queries, keys = (noise.new_empty(batch, before + length, len(m)) for m in maps)
@@ -180,26 +180,26 @@ def solve(
         x[:, :before], queries[:, :before], keys[:, :before] = past, past @ maps.to_query.T, past @ maps.to_key.T
     record = []
     for t in range(before, before + length):
-        found, *info = next_embedding(noise[:, t - before], x[:, :t], queries[:, :t], keys[:, :t], maps, tolerance)
-        x[:, t], queries[:, t], keys[:, t] = found, found @ maps.to_query.T, found @ maps.to_key.T
+        row, *info = next_embedding(noise[:, t - before], x[:, :t], queries[:, :t], keys[:, :t], maps, tolerance)
+        x[:, t], queries[:, t], keys[:, t] = row, row @ maps.to_query.T, row @ maps.to_key.T
         record.append(info)
     iterations, residual, count = (torch.stack(parts, dim=1) for parts in zip(*record, strict=True))
     return Solution(x[:, before:].to(given, copy=True), iterations, residual, count)
 
 
-def embed(noise: Tensor, w_q: Tensor, w_k: Tensor) -> Tensor:
+def from_noise(noise: Tensor, w_q: Tensor, w_k: Tensor) -> Tensor:
     r"""Embeddings from noise `(B, T, D)`, differentiable in noise and weights by the implicit function theorem.
 
     Example:
         >>> noise = torch.randn(2, 5, 3, requires_grad=True)
-        >>> embed(noise, torch.randn(2, 3), torch.randn(2, 3)).sum().backward()
+        >>> from_noise(noise, torch.randn(2, 3), torch.randn(2, 3)).sum().backward()
         >>> noise.grad.shape
         torch.Size([2, 5, 3])
     """
-    return _Embed.apply(noise, w_q, w_k)  # type: ignore[return-value]
+    return _FromNoise.apply(noise, w_q, w_k)  # type: ignore[return-value]
 
 
-class _Embed(Function):
+class _FromNoise(Function):
     @staticmethod
     def forward(ctx, noise: Tensor, w_q: Tensor, w_k: Tensor) -> Tensor:
         x = solve(noise, w_q, w_k).x
@@ -218,9 +218,9 @@ class _Embed(Function):
         weights = torch.softmax(logits, dim=-1).masked_fill(~causal, 0.0)
         mean = weights @ x
         # Row t of the derivative of mu by the logits, contracted with lambda_t: alpha_ts (x_s - mu_t)^T lambda_t.
-        maps = factors(w_q, w_k)
+        maps = coupling_factors(w_q, w_k)
         identity = torch.eye(len(maps.to_query), dtype=x.dtype, device=x.device)
-        pushed = query @ w_k * scale  # A x_t: what a key moves the logit of t by
+        pushed = query @ w_k * scale  # A x_t: derivative of the logit of t by a key
         multipliers: list[Tensor] = []
         for t in reversed(range(length)):
             right = grad[:, t]
@@ -235,10 +235,10 @@ class _Embed(Function):
             multipliers.append(right)
             if t > 0:
                 along = ((x[:, :t] - mean[:, t : t + 1]) @ right.unsqueeze(-1)).squeeze(-1)
-                share = weights[:, t, :t].unsqueeze(-1) * (
+                to_past = weights[:, t, :t].unsqueeze(-1) * (
                     right.unsqueeze(1) + along.unsqueeze(-1) * pushed[:, t : t + 1]
                 )
-                grad = torch.cat((grad[:, :t] + share, grad[:, t:]), dim=1)
+                grad = torch.cat((grad[:, :t] + to_past, grad[:, t:]), dim=1)
         multiplier = torch.stack(multipliers[::-1], dim=1)
         slope = scale * weights * ((multiplier @ x.mT) - (multiplier * mean).sum(-1, keepdim=True))
         grad_q = torch.einsum("btr,btd->rd", slope @ key, x)

@@ -4,7 +4,7 @@ __all__ = [
     "AttentionState",
     "BlockMoments",
     "JacobianBlocks",
-    "LowRankFactors",
+    "LowRankBlocks",
     "Margins",
     "NormJacobian",
     "Projection",
@@ -20,6 +20,7 @@ __all__ = [
     "first_order_margins",
     "full_precision",
     "fused_penalty",
+    "gather_positions",
     "gradient_share",
     "is_near_singular",
     "margins_at",
@@ -33,11 +34,10 @@ __all__ = [
     "state_from_weights",
     "state_margins",
     "support_candidates",
-    "take",
     "view_sign",
 ]
 
-from support_tokens.margins.assembly import LowRankFactors, assemble, block_penalty
+from support_tokens.margins.assembly import LowRankBlocks, assemble, block_penalty
 from support_tokens.margins.block_moments import BlockMoments, block_moments, spread_of_block
 from support_tokens.margins.candidates import first_order_margins, gradient_share, support_candidates
 from support_tokens.margins.fused import fused_penalty
@@ -45,6 +45,7 @@ from support_tokens.margins.jacobian import JacobianBlocks
 from support_tokens.margins.linalg.elimination import slogdet_and_inverse
 from support_tokens.margins.linalg.lapack import each_matrix
 from support_tokens.margins.linalg.slogdet import Slogdet, full_precision, is_near_singular, safe_slogdet, sigma_min
+from support_tokens.margins.linear_maps import NormJacobian, Projection, Rotation, gather_positions
 from support_tokens.margins.margins import (
     Margins,
     attention_margins,
@@ -56,4 +57,4 @@ from support_tokens.margins.margins import (
     view_sign,
 )
 from support_tokens.margins.moments import attention_weights, moments
-from support_tokens.margins.state import AttentionState, NormJacobian, Projection, Rotation, state_from_weights, take
+from support_tokens.margins.state import AttentionState, state_from_weights

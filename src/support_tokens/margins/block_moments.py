@@ -1,6 +1,6 @@
 r"""Trace and Frobenius norm of the Jacobian block $J_t = I \pm D_t$ of an attention layer, without forming $D_t$.
 
-With $C_t N_t = A_t W + a_t V + L_t R_t$ the derivative of the head outputs (see `LowRankFactors`) and
+With $C_t N_t = A_t W + a_t V + L_t R_t$ the derivative of the head outputs (see `LowRankBlocks`) and
 $D_t = W_O\, C_t N_t$, both figures are inner products of the factors:
 
 $$ \mathrm{tr}(L R) = \mathrm{tr}(R L), \qquad
@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from support_tokens.margins.jacobian import JacobianBlocks
 from support_tokens.margins.linalg.slogdet import full_precision
+from support_tokens.margins.linear_maps import Positions, gather_positions
 from support_tokens.margins.margins import position_chunks, view_sign
-from support_tokens.margins.state import AttentionState, Rows, take
+from support_tokens.margins.state import AttentionState
 
 # Least (tr J)^2 / (D |J|_F^2) at which the spread is a logarithm.
 _FLOOR = 1e-4
@@ -53,7 +54,7 @@ def block_moments(
     backward pass, so memory is that of one chunk; a single chunk is not recomputed.
 
     Args:
-        state: What a layer did to a batch, float32 or float64.
+        state: State of an attention layer, float32 or float64.
         view: `block` for $x + \mu(x)$, `noise` for $x - \mu(x)$.
         positions: Indices `(B, n)`; None: all T.
         chunk_size: Positions computed at once; None chooses by memory. It never changes a result.
@@ -147,11 +148,9 @@ class _Shared(NamedTuple):
 def _shared(blocks: JacobianBlocks) -> _Shared:
     state, (query, value) = blocks.state, blocks.inner_weights()
     heads, groups = len(query), len(value)
-    if state.output is None:
-        output = torch.eye(state.width, dtype=query.dtype, device=query.device)
-    else:
-        output = state.output.transpose(0, 1).flatten(1)
-        output = output if state.output_norm is None else state.output_norm.shared(output)
+    output = state.stacked_output
+    if state.output is not None and state.output_norm is not None:
+        output = state.output_norm.shared(output)
     outputs, flat_query, flat_value = output.unflatten(-1, (heads, -1)), query.flatten(0, 1), value.flatten(0, 1)
     by_output = (output.mT @ output).unflatten(0, (heads, -1)).unflatten(-1, (heads, -1))  # (H, Rv, H, Rv)
     by_query = (flat_query @ flat_query.mT).unflatten(0, (heads, -1)).unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -178,7 +177,7 @@ def _shared(blocks: JacobianBlocks) -> _Shared:
     )
 
 
-def _moments_at(blocks: JacobianBlocks, shared: _Shared, positions: Rows) -> tuple[Tensor, Tensor]:
+def _moments_at(blocks: JacobianBlocks, shared: _Shared, positions: Positions) -> tuple[Tensor, Tensor]:
     r"""$\mathrm{tr}\,D_t$ and $\|D_t\|_F^2$ at `positions`, `(B, n)`; 0 at padding."""
     state = blocks.state
     rows, _, own, _, left, right = blocks.inner_factors(positions)
@@ -186,15 +185,15 @@ def _moments_at(blocks: JacobianBlocks, shared: _Shared, positions: Rows) -> tup
     by_head = rows.transpose(0, 1).flatten(1, 2)  # (H, N, Rv, R) with N = B n
     linear = torch.bmm(by_head.flatten(2), shared.linear).sum(0)
     trace, square = linear[:, 0], _square_of_rows(by_head, shared)
-    if own is not None:
+    if own.numel():
         own = own.transpose(1, 2).flatten(0, 1)  # (N, H)
         trace = trace + own @ shared.own_trace
         square = square + (own * (2 * linear[:, 1:] + own @ shared.own_square)).sum(-1)
-    if left is not None and right is not None:
+    if left.numel():
         left, right = left.flatten(0, 1), right.flatten(0, 1)  # (N, K, r) and (N, r, D)
         inner = (right @ shared.query.mT).unflatten(-1, (heads, -1)).permute(2, 0, 3, 1)  # (H, N, R, r)
         inner = (by_head @ inner).permute(1, 3, 0, 2)  # (N, r, H, Rv)
-        if own is not None:
+        if own.numel():
             values = (right @ shared.value.mT).unflatten(-1, (-1, height))  # (N, r, G, Rv)
             inner = inner + own[:, None, :, None] * values.repeat_interleave(heads // values.shape[2], dim=2)
         inner = 2 * inner.flatten(2) + (right @ right.mT) @ left.mT
@@ -204,21 +203,21 @@ def _moments_at(blocks: JacobianBlocks, shared: _Shared, positions: Rows) -> tup
         # The norm takes F to (O F + u (F^T f)^T) / s, with u a column and f of the state's own W_O.
         norm = state.output_norm.at(positions)
         column = (-norm.gain * norm.direction / state.width).flatten(0, 1)
-        seen = norm.direction.flatten(0, 1) @ state.output.transpose(0, 1).flatten(1)
+        seen = norm.direction.flatten(0, 1) @ state.stacked_output
         vectors = torch.stack((seen, column @ shared.output), dim=1)  # (N, 2, K)
         vectors_by_head = vectors.unflatten(-1, (heads, -1))
         through = (vectors_by_head.permute(2, 0, 1, 3) @ by_head).permute(1, 2, 0, 3).flatten(2) @ shared.query
-        if own is not None:
+        if own.numel():
             weighted = (vectors_by_head * own[:, None, :, None]).unflatten(2, (len(shared.value) // height, -1))
             through = through + weighted.sum(3).flatten(2) @ shared.value
-        if left is not None and right is not None:
+        if left.numel():
             through = through + (vectors @ left) @ right
         along, with_output = through.unbind(1)
         scale = norm.inverse_scale.flatten()
         trace = scale * (trace + (column * along).sum(-1))
         added = 2 * (with_output * along).sum(-1) + column.square().sum(-1) * along.square().sum(-1)
         square = scale.square() * (square + added)
-    valid = take(state.valid, positions, 1)
+    valid = gather_positions(state.valid, positions, 1)
     trace, square = trace.unflatten(0, (batch, count)), square.unflatten(0, (batch, count))
     return (trace, square) if valid is None else (trace.masked_fill(~valid, 0.0), square.masked_fill(~valid, 0.0))
 

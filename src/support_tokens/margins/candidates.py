@@ -27,7 +27,7 @@ def first_order_margins(state: AttentionState, view: str = "noise") -> Tensor:
     r"""$s\,\mathrm{tr}\,D_t$, or its own-value part, at all positions, nats, `(B, T)`; 0 at padding.
 
     Args:
-        state: What a layer did to a batch.
+        state: State of an attention layer.
         view: `noise` or `block`.
 
     Example:
@@ -53,7 +53,7 @@ def support_candidates(state: AttentionState, count: int, view: str = "noise") -
     fill the row, positions that are not rankable.
 
     Args:
-        state: What a layer did to a batch.
+        state: State of an attention layer.
         count: n, at most T.
         view: `noise` or `block`.
 
@@ -81,7 +81,7 @@ def gradient_share(state: AttentionState, positions: Tensor, view: str = "noise"
     at the full cost of all positions: what a user is told once, not at every step.
 
     Args:
-        state: What a layer did to a batch.
+        state: State of an attention layer.
         positions: P, indices `(B, n)`.
         view: `noise` or `block`.
 

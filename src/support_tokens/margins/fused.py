@@ -1,16 +1,15 @@
 r"""A weighted sum of penalties of margins and its gradient in one pass over chunks of positions.
 
 The sum $\sum_t w_t f(\log|\det J_t|)$ is a scalar, so its gradient with respect to the attention state is known up to
-one factor once the forward pass is done. It is formed right there, chunk by chunk, and the backward pass only scales
-it: no matrix outlives its chunk and none is factorised twice. What is kept is one gradient of the size of queries,
-keys, values and weights.
+one factor once the forward pass is done. It is computed there, chunk by chunk, and the backward pass only scales it: no
+matrix outlives its chunk and none is factorised twice. What is kept is one gradient of the size of queries, keys,
+values and weights.
 """
 
 __all__ = ["fused_penalty"]
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,15 +17,14 @@ from torch import Tensor
 from support_tokens.margins.assembly import block_penalty
 from support_tokens.margins.jacobian import JacobianBlocks
 from support_tokens.margins.linalg.slogdet import full_precision
+from support_tokens.margins.linear_maps import Positions
 from support_tokens.margins.margins import Margins, margins_of, state_margins, view_sign
-from support_tokens.margins.state import AttentionState, Rows
+from support_tokens.margins.state import AttentionState
 
 # Bytes of a chunk's covariances, which autograd keeps for as long as the chunk lasts.
 _CHUNK_BYTES = 2 * 2**20
 # Large ones: this many positions, as long as they have no more bytes than that.
 _FEW, _MOST_BYTES = 64, 16 * 2**20
-# Fields whose first dimension is that of sequences, or 1 where all share them.
-_BY_SEQUENCE = {"query", "key", "value", "allowed", "valid", "direction", "inverse_scale", "cos", "sin"}
 
 
 def fused_penalty(
@@ -41,7 +39,7 @@ def fused_penalty(
     r"""$\sum_{b,t} w_{bt}\, f(\log|\det J_{bt}|)$ with its gradient, and the margins without one.
 
     Args:
-        state: What a layer did to a batch.
+        state: State of an attention layer.
         weight: $w$, `(B, n)`; 0 at padding.
         function: $f$, elementwise on a tensor of log margins.
         view: `noise` or `block`.
@@ -50,7 +48,7 @@ def fused_penalty(
 
     Returns:
         The sum, a differentiable scalar, and the margins of the n positions, detached. Second derivatives are exact;
-        whoever asks for them (`create_graph`) pays for the plain path as well.
+        with `create_graph` the plain path is computed as well.
 
     Example:
         >>> from support_tokens.margins.state import state_from_weights
@@ -60,7 +58,7 @@ def fused_penalty(
         >>> x.grad.shape, margins.log_abs_det.requires_grad
         (torch.Size([2, 5, 4]), False)
     """
-    tensors = _tensors(state)
+    tensors = [leaf.tensor for leaf in state.leaves()]
     # A batch without sequences has no chunks, and nothing to save either.
     if weight.numel() == 0 or not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         margins = state_margins(state, view=view, positions=positions, chunk_size=chunk_size)
@@ -72,7 +70,7 @@ def fused_penalty(
 
 @dataclass(frozen=True)
 class _Call:
-    """What `fused_penalty` was asked for."""
+    """Arguments of `fused_penalty`."""
 
     state: AttentionState
     weight: Tensor
@@ -81,7 +79,7 @@ class _Call:
     positions: Tensor | None
     chunk_size: int | None
 
-    def groups(self) -> Iterator[tuple[slice, list[Rows], list[Tensor]]]:
+    def groups(self) -> Iterator[tuple[slice, list[Positions], list[Tensor]]]:
         """Groups of whole sequences, each with chunks of its positions and their weights.
 
         A group is as many sequences as fit into one chunk: the outer products of a sequence's keys are then formed once
@@ -95,44 +93,42 @@ class _Call:
         bounds = [(start, min(start + size, count)) for start in range(0, count, size)]
         for first in range(0, batch, together):
             group = slice(first, min(first + together, batch))
-            chosen = None if self.positions is None else self.positions[group]
-            rows = [slice(*b) if chosen is None else chosen[:, slice(*b)] for b in bounds]
-            yield group, rows, [self.weight[group, slice(*b)] for b in bounds]
+            own = None if self.positions is None else self.positions[group]
+            chunks = [slice(*b) if own is None else own[:, slice(*b)] for b in bounds]
+            yield group, chunks, [self.weight[group, slice(*b)] for b in bounds]
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        by_sequence = _by_sequence(call.state)
+        by_sequence = [leaf.by_sequence for leaf in call.state.leaves()]
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         gradients: list[Tensor | None] = [None] * len(leaves)
-        value, sign, log_abs_det = tensors[0].new_zeros(()), [], []
+        value, signs, log_margins = tensors[0].new_zeros(()), [], []
         with torch.enable_grad(), full_precision(tensors[0]):
-            blocks = JacobianBlocks(_rebuilt(call.state, iter(leaves)))
-            shared = blocks.cut()
+            blocks = JacobianBlocks(call.state.with_leaves(leaves))
+            shared = blocks.detach_shared()
             common = [leaf for leaf, own in zip(leaves, by_sequence, strict=True) if leaf.requires_grad and not own]
             for group, chunks, weights in call.groups():
                 parts = [
                     leaf.detach()[group].requires_grad_(leaf.requires_grad) if own else leaf
                     for leaf, own in zip(leaves, by_sequence, strict=True)
                 ]
-                wanted = [part for part, own in zip(parts, by_sequence, strict=True) if own and part.requires_grad]
-                inside = blocks.of(_rebuilt(call.state, iter(parts), group))
-                found = []
-                for rows, weight in zip(chunks, weights, strict=True):
-                    factors = inside.reduced_factors(rows)
-                    part = block_penalty(
+                inputs = [part for part, own in zip(parts, by_sequence, strict=True) if own and part.requires_grad]
+                inputs += [*common, *(leaf for _, leaf in shared)]
+                group_blocks = blocks.of(call.state.with_leaves(parts, group))
+                results = []
+                for chunk, weight in zip(chunks, weights, strict=True):
+                    factors = group_blocks.reduced_factors(chunk)
+                    result = block_penalty(
                         factors, view_sign(call.view), weight, call.function, chunk_size=call.chunk_size
                     )
-                    pairs = [
-                        (f, g) for f, g in zip(factors, part.gradient, strict=True) if f is not None and f.requires_grad
-                    ]
-                    inputs = [*wanted, *common, *(leaf for _, leaf in shared)]
+                    pairs = [(f, g) for f, g in zip(factors, result.gradient, strict=True) if f.requires_grad]
                     torch.autograd.backward([f for f, _ in pairs], [g for _, g in pairs], inputs=inputs)
-                    value += part.value
-                    found.append((part.sign, part.log_abs_det))
-                sign.append(torch.cat([one for one, _ in found], dim=1))
-                log_abs_det.append(torch.cat([one for _, one in found], dim=1))
+                    value += result.value
+                    results.append(result)
+                signs.append(torch.cat([result.sign for result in results], dim=1))
+                log_margins.append(torch.cat([result.log_abs_det for result in results], dim=1))
                 for index, own in enumerate(by_sequence):
                     if own and (grad := parts[index].grad) is not None:
                         whole = gradients[index]
@@ -146,7 +142,7 @@ class _Fused(torch.autograd.Function):
                 gradients[index] = leaves[index].grad
         ctx.call = call
         ctx.save_for_backward(*gradients, *tensors)
-        outputs = value, torch.cat(sign), torch.cat(log_abs_det)
+        outputs = value, torch.cat(signs), torch.cat(log_margins)
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -160,51 +156,12 @@ class _Fused(torch.autograd.Function):
 
 
 def _differentiable(call: _Call, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients with a graph of their own, for second derivatives: through the plain path, all over again."""
-    # Aliases, so that one tensor's gradient does not hold what flows through another.
+    """The gradients with a graph of their own, for second derivatives, by the plain path."""
+    # Aliases, so that the gradient of one tensor does not include what flows through another.
     aliases = [tensor.view_as(tensor) for tensor in tensors]
-    state = _rebuilt(call.state, iter(aliases))
+    state = call.state.with_leaves(aliases)
     margins = state_margins(state, view=call.view, positions=call.positions, chunk_size=call.chunk_size)
     value = (call.weight * call.function(margins.log_abs_det)).sum()
-    wanted = [alias for alias in aliases if alias.requires_grad]
-    found = iter(torch.autograd.grad(value, wanted, create_graph=True, allow_unused=True))
-    return [next(found) if alias.requires_grad else None for alias in aliases]
-
-
-def _leading(value: Any, batch: int, of: str = "") -> bool:
-    """Whether field `of` of a state, a projection, a norm or a rotation has one entry for each sequence."""
-    return of in _BY_SEQUENCE and value.shape[0] == batch
-
-
-def _by_sequence(state: AttentionState) -> list[bool]:
-    """For each of `_tensors(state)`, whether it has one entry for each sequence."""
-
-    def walk(value: Any, name: str) -> Iterator[bool]:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            yield _leading(value, state.batch, name)
-        elif is_dataclass(value):
-            for f in fields(value):
-                yield from walk(getattr(value, f.name), f.name)
-
-    return list(walk(state, ""))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Floating tensors of nested frozen dataclasses, in order of their fields."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    return [t for f in fields(value) for t in _tensors(getattr(value, f.name))] if is_dataclass(value) else []
-
-
-def _rebuilt(value: Any, tensors: Iterator[Tensor], group: slice | None = None, batch: int = 0, name: str = "") -> Any:
-    """The same with other floating tensors in their places, and only the sequences `group` of all others."""
-    if isinstance(value, AttentionState):
-        batch = value.batch
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            return next(tensors)
-        return value[group] if group is not None and _leading(value, batch, name) else value
-    if not is_dataclass(value):
-        return value
-    inner = {f.name: _rebuilt(getattr(value, f.name), tensors, group, batch, f.name) for f in fields(value)}
-    return replace(value, **inner)  # type: ignore[type-var]
+    inputs = [alias for alias in aliases if alias.requires_grad]
+    gradients = iter(torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True))
+    return [next(gradients) if alias.requires_grad else None for alias in aliases]

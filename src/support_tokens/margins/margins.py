@@ -1,5 +1,4 @@
-r"""Margins: sign, $\log|\det J_t|$ and $\sigma_{\min}(J_t)$ of every position, and the support tokens they single
-out."""
+r"""Margins of positions: sign, $\log|\det J_t|$ and $\sigma_{\min}(J_t)$, and the support tokens of smallest margin."""
 
 __all__ = [
     "Margins",
@@ -25,7 +24,8 @@ from support_tokens.errors import ArgumentError
 from support_tokens.margins.assembly import block_slogdet
 from support_tokens.margins.jacobian import JacobianBlocks
 from support_tokens.margins.linalg.slogdet import Slogdet, full_precision, sigma_min
-from support_tokens.margins.state import AttentionState, Rows, state_from_weights, take
+from support_tokens.margins.linear_maps import Positions, gather_positions
+from support_tokens.margins.state import AttentionState, state_from_weights
 
 # Bytes of one chunk's matrices. Large enough that the matrix products are efficient, small beside any model's
 # activations.
@@ -177,7 +177,7 @@ def state_margins(
     Chunks of positions are recomputed in the backward pass, so memory is that of one chunk.
 
     Args:
-        state: What a layer did to a batch, float32 or float64.
+        state: State of an attention layer, float32 or float64.
         view: `noise` or `block`.
         positions: Indices `(B, n)`; None: all T.
         chunk_size: Positions computed at once; None chooses by memory.
@@ -198,27 +198,26 @@ def state_margins(
         blocks.prepare()
         recompute = torch.is_grad_enabled() and len(chunks) > 1
         parts = [
-            checkpoint(margins_at, blocks, rows, view, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(margins_at, blocks, chunk, view, use_reentrant=False, preserve_rng_state=False)
             if recompute
-            else margins_at(blocks, rows, view)
-            for rows in chunks
+            else margins_at(blocks, chunk, view)
+            for chunk in chunks
         ]
-    sign = torch.cat([part.sign for part in parts], dim=1)
-    log_abs_det = torch.cat([part.log_abs_det for part in parts], dim=1)
+    sign, log_abs_det = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
     return margins_of(state, sign, log_abs_det, view=view, positions=positions)
 
 
-def margins_at(blocks: JacobianBlocks, rows: Rows, view: str) -> Slogdet:
+def margins_at(blocks: JacobianBlocks, positions: Positions, view: str) -> Slogdet:
     """Sign and log margin of one chunk of positions, `(B, n)`, by the smaller of the matrices that have its
     determinant."""
-    return block_slogdet(blocks.reduced_factors(rows), view_sign(view))
+    return block_slogdet(blocks.reduced_factors(positions), view_sign(view))
 
 
 def margins_of(
     state: AttentionState, sign: Tensor, log_abs_det: Tensor, *, view: str, positions: Tensor | None = None
 ) -> Margins:
     """`Margins` from what was computed, with what the state knows of its positions."""
-    every: Rows = slice(0, state.length) if positions is None else positions
+    every: Positions = slice(0, state.length) if positions is None else positions
 
     def smallest() -> Tensor:
         if not log_abs_det.numel():
@@ -227,11 +226,10 @@ def margins_of(
         blocks = JacobianBlocks(state)
         chunks = position_chunks(state, positions, state.width)
         with full_precision(state.query):
-            return torch.cat([sigma_min(identity + view_sign(view) * blocks.dense(rows)) for rows in chunks], dim=1)
+            return torch.cat([sigma_min(identity + view_sign(view) * blocks.dense(chunk)) for chunk in chunks], dim=1)
 
-    return Margins(
-        sign, log_abs_det, take(_valid(state), every, 1), take(rankable_positions(state), every, 1), smallest
-    )
+    valid, rankable = (gather_positions(mask, every, 1) for mask in (_valid(state), rankable_positions(state)))
+    return Margins(sign, log_abs_det, valid, rankable, smallest)
 
 
 def _valid(state: AttentionState) -> Tensor:
@@ -251,17 +249,17 @@ def rankable_positions(state: AttentionState) -> Tensor:
     valid = _valid(state)
     if not state.strict:
         return valid
-    keys = state.allowed_rows(slice(0, state.length), state.key.shape[2]).sum(-1)[:, 0]
+    keys = state.allowed_at(slice(0, state.length), state.key.shape[2]).sum(-1)[:, 0]
     return valid & (keys >= 2)
 
 
 def position_chunks(
     state: AttentionState,
-    positions: Rows | None,
+    positions: Positions | None,
     width: int,
     chunk_size: int | None = None,
     budget: int = _CHUNK_BYTES,
-) -> list[Rows]:
+) -> list[Positions]:
     """Query positions in chunks, slices of the sequence or columns of indices `(B, n)`, `budget` bytes of matrices in
     each."""
     if isinstance(positions, slice):

@@ -1,158 +1,20 @@
-r"""The frozen contract between any attention layer and the mathematics: what a layer did to one batch, as tensors.
+"""The state of one attention layer on one batch, as tensors: all that margins need from any architecture."""
 
-A position enters attention through three linearised maps, its query, key and value as functions of $x_t$:
+__all__ = ["AttentionState", "state_from_weights"]
 
-$$ \frac{\partial q_t}{\partial x_t} = \mathrm{Rot}_t\, N^q_t\, W_Q\, N_t, $$
-
-with $N_t$ the Jacobian of the norm before attention, $N^q_t$ the one of the QK norm and $\mathrm{Rot}_t$ the rotation
-of position $t$; each factor may be absent. What leaves attention passes $P_t W_O$, with $P_t$ the Jacobian of a norm
-after it.
-"""
-
-__all__ = ["AttentionState", "NormJacobian", "Projection", "Rotation", "Rows", "state_from_weights", "take"]
-
-from dataclasses import dataclass
-from typing import overload
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-
-Rows = slice | Tensor
-"""Query positions: a slice with explicit bounds, or indices `(B, n)` that may differ between sequences."""
-
-
-@overload
-def take(tensor: Tensor, rows: Rows, dim: int) -> Tensor: ...
-@overload
-def take(tensor: None, rows: Rows, dim: int) -> None: ...
-def take(tensor: Tensor | None, rows: Rows, dim: int) -> Tensor | None:
-    """The entries of `tensor` at query positions `rows` along `dim`; a batch of one is shared by all sequences."""
-    if tensor is None:
-        return None
-    if isinstance(rows, slice):
-        return tensor.narrow(dim, rows.start, rows.stop - rows.start)
-    dim = dim % tensor.dim()
-    shape = list(tensor.shape)
-    shape[0], shape[dim] = rows.shape
-    index = rows.reshape([rows.shape[0] if d == 0 else rows.shape[1] if d == dim else 1 for d in range(tensor.dim())])
-    return tensor.expand(shape[0], *tensor.shape[1:]).gather(dim, index.expand(shape))
-
-
-@dataclass(frozen=True)
-class NormJacobian:
-    r"""Jacobian of a layer norm or RMS norm, $N = s^{-1}\,\mathrm{diag}(\gamma)\,(\Pi - \hat z \hat z^T / n)$.
-
-    Exact with the epsilon inside the root, for both norms: $\Pi$ is the centring projection of a layer norm and the
-    identity for an RMS norm.
-
-    Args:
-        gain: $\gamma$ as it multiplies, `(n,)`.
-        direction: $\hat z$, the normalised vector before gain and bias, `(B, T, n)`, or `(B, T, heads, n)` for a norm
-            that acts on each head apart.
-        inverse_scale: $1/s$, of the shape of `direction` with a last dimension of 1.
-        centered: Whether the norm subtracts the mean (layer norm).
-    """
-
-    gain: Tensor
-    direction: Tensor
-    inverse_scale: Tensor
-    centered: bool
-
-    @property
-    def per_head(self) -> bool:
-        """Whether the norm acts on each head apart, as QK norms mostly do."""
-        return self.direction.dim() == 4
-
-    def at(self, rows: Rows) -> "NormJacobian":
-        """The same norm at query positions `rows` only."""
-        return NormJacobian(
-            self.gain,
-            take(self.direction, rows, 1),
-            take(self.inverse_scale, rows, 1),
-            self.centered,
-        )
-
-    def shared(self, matrix: Tensor) -> Tensor:
-        r"""$\mathrm{diag}(\gamma)\,\Pi\,M$ for a matrix `(n, K)`: the part of $N M$ that no position changes."""
-        projected = matrix - matrix.mean(0, keepdim=True) if self.centered else matrix
-        return self.gain.unsqueeze(-1) * projected
-
-    def shared_transposed(self, matrix: Tensor) -> Tensor:
-        r"""$M\,\mathrm{diag}(\gamma)\,\Pi$ for a matrix `(..., n)`."""
-        scaled = matrix * self.gain
-        return scaled - scaled.mean(-1, keepdim=True) if self.centered else scaled
-
-
-@dataclass(frozen=True)
-class Rotation:
-    r"""Rotary position map $\mathrm{Rot}_t$ on the first `cos.shape[-1]` coordinates of a head; the rest pass
-    unchanged.
-
-    $\mathrm{Rot}_t z = \cos_t \odot z + \sin_t \odot S z$, with $S$ the signed swap of halves (or of neighbours when
-    `interleaved`).
-
-    Args:
-        cos: `(B or 1, T, width)`.
-        sin: As `cos`.
-        interleaved: Pairs are neighbours (2i, 2i+1) rather than (i, i + width/2).
-    """
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool = False
-
-    def at(self, rows: Rows) -> "Rotation":
-        """The rotation at query positions `rows` only."""
-        return Rotation(take(self.cos, rows, 1), take(self.sin, rows, 1), self.interleaved)
-
-    def _swap(self, z: Tensor) -> Tensor:
-        if self.interleaved:
-            return torch.stack((-z[..., 1::2], z[..., ::2]), dim=-1).flatten(-2)
-        half = z.shape[-1] // 2
-        return torch.cat((-z[..., half:], z[..., :half]), dim=-1)
-
-    def transpose(self, z: Tensor) -> Tensor:
-        r"""$\mathrm{Rot}_t^T z$ for `z` of shape `(B, H, n, ..., R)`; row vectors pass through the rotation this
-        way."""
-        width = self.cos.shape[-1]
-        shape = (self.cos.shape[0], 1, self.cos.shape[1], *(1,) * (z.dim() - 4), width)
-        head, rest = z[..., :width], z[..., width:]
-        turned = self.cos.reshape(shape) * head - self._swap(self.sin.reshape(shape) * head)
-        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
-
-
-@dataclass(frozen=True)
-class Projection:
-    """One linearised map from the (normed) embedding to a head: weight, then optional norm, then optional rotation.
-
-    Args:
-        weight: `(heads, R, D)`.
-        norm: Jacobian of the norm on the projected vector, per head or over all heads at once.
-        rotation: Rotary map after the norm.
-    """
-
-    weight: Tensor
-    norm: NormJacobian | None = None
-    rotation: Rotation | None = None
-
-    def __post_init__(self) -> None:
-        if self.norm is not None and self.norm.centered and not self.norm.per_head:
-            raise ArgumentError(
-                "norm must act on each head apart or not subtract the mean, received a layer norm over all heads at "
-                "once; "
-                "no family of models uses one, so no formula is offered."
-            )
-
-    def at(self, rows: Rows) -> "Projection":
-        """The map at query positions `rows` only."""
-        return Projection(self.weight, self.norm and self.norm.at(rows), self.rotation and self.rotation.at(rows))
+from support_tokens.margins.linear_maps import Leaf, NormJacobian, Positions, Projection, gather_positions, leaves_of
 
 
 @dataclass(frozen=True)
 class AttentionState:
-    r"""All that log-determinants, means and covariances of one attention layer need.
+    r"""Queries, keys, values and linear maps of one attention layer on one batch.
 
     Args:
         query: Queries after norm and rotation, `(B, H, T, R)`.
@@ -162,11 +24,11 @@ class AttentionState:
         to_query, to_key, to_value: Linearised maps from $x_t$; `to_value` None means identity values (the paper's law).
         output: $W_O$, `(H, D, Rv)`; None for identity values.
         strict: Keys s < t (the paper's law) rather than s <= t (real models).
-        allowed: Further restriction, True where attention may look, `(B or 1, 1 or H, T, S)`: padding, packing,
+        allowed: Further restriction, True where attention is allowed, `(B or 1, 1 or H, T, S)`: padding, packing,
             windows.
         valid: True at real tokens, `(B, T)`; None: all are. The block of any other position is the identity.
         softcap: c of $c \tanh(\cdot/c)$ on the logits, None for none.
-        sinks: Extra logits `(H,)` that take attention and give no value, None for none.
+        sinks: Extra logits `(H,)` that receive attention but have no value, None for none.
         input_norm, output_norm: Jacobians of the norms before and after attention.
     """
 
@@ -188,12 +50,12 @@ class AttentionState:
 
     @property
     def batch(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return self.query.shape[0]
 
     @property
     def heads(self) -> int:
-        """H."""
+        """H, the number of query heads."""
         return self.query.shape[1]
 
     @property
@@ -206,16 +68,74 @@ class AttentionState:
         """D, the width of the embeddings."""
         return self.to_query.weight.shape[-1]
 
-    def allowed_rows(self, rows: Rows, keys: int) -> Tensor:
-        """True where query positions `rows` may look among the first `keys` keys, `(B or 1, 1 or H, n, keys)`."""
+    @property
+    def value_weight(self) -> Tensor:
+        """$W_V$, `(G, Rv, D)`: the identity `(1, D, D)` for identity values."""
+        if self.to_value is None:
+            return torch.eye(self.width, dtype=self.query.dtype, device=self.query.device).unsqueeze(0)
+        return self.to_value.weight
+
+    @property
+    def stacked_output(self) -> Tensor:
+        """$W_O$ of all heads side by side, `(D, H Rv)`: the identity for identity values."""
+        if self.output is None:
+            return torch.eye(self.width, dtype=self.query.dtype, device=self.query.device)
+        return self.output.transpose(0, 1).flatten(1)
+
+    def leaves(self) -> list[Leaf]:
+        """All floating-point tensors of the state, each with whether its first dimension is that of sequences.
+
+        Example:
+            >>> x, w = torch.randn(2, 5, 4), torch.randn(1, 3, 4)
+            >>> [leaf.by_sequence for leaf in state_from_weights(x, w, w).leaves()]
+            [True, True, True, False, False]
+        """
+        leaves = [
+            *(Leaf(tensor, True) for tensor in (self.query, self.key, self.value)),
+            *self.to_query.leaves(),
+            *self.to_key.leaves(),
+            *leaves_of(self.to_value),
+            *(Leaf(tensor, False) for tensor in (self.output, self.sinks) if tensor is not None),
+            *leaves_of(self.input_norm),
+            *leaves_of(self.output_norm),
+        ]
+        return [Leaf(tensor, own and tensor.shape[0] == self.batch) for tensor, own in leaves]
+
+    def with_leaves(self, tensors: Iterable[Tensor], sequences: slice | None = None) -> "AttentionState":
+        """The state with other tensors in the places of `leaves`, in their order.
+
+        Args:
+            tensors: As many as there are leaves; with `sequences`, those by sequence hold these sequences only.
+            sequences: Sequences to which the masks are restricted; None: all.
+        """
+        rest = iter(tensors)
+        restricted = lambda t: t if t is None or sequences is None or t.shape[0] != self.batch else t[sequences]  # noqa: E731
+        return replace(
+            self,
+            query=next(rest),
+            key=next(rest),
+            value=next(rest),
+            to_query=self.to_query.with_leaves(rest),
+            to_key=self.to_key.with_leaves(rest),
+            to_value=self.to_value and self.to_value.with_leaves(rest),
+            output=None if self.output is None else next(rest),
+            sinks=None if self.sinks is None else next(rest),
+            input_norm=self.input_norm and self.input_norm.with_leaves(rest),
+            output_norm=self.output_norm and self.output_norm.with_leaves(rest),
+            allowed=restricted(self.allowed),
+            valid=restricted(self.valid),
+        )
+
+    def allowed_at(self, positions: Positions, keys: int) -> Tensor:
+        """True where a query position may attend to one of the first `keys` keys, `(B or 1, 1 or H, n, keys)`."""
         offset = self.key.shape[2] - self.length
         key_index = torch.arange(keys, device=self.query.device)
-        if isinstance(rows, slice):
-            own = torch.arange(rows.start, rows.stop, device=self.query.device).reshape(1, 1, -1, 1) + offset
+        if isinstance(positions, slice):
+            own = torch.arange(positions.start, positions.stop, device=self.query.device).reshape(1, 1, -1, 1) + offset
         else:
-            own = rows[:, None, :, None] + offset
+            own = positions[:, None, :, None] + offset
         causal = key_index < own if self.strict else key_index <= own
-        extra = take(self.allowed, rows, 2)
+        extra = gather_positions(self.allowed, positions, 2)
         return causal if extra is None else causal & extra[..., :keys]
 
 
@@ -234,15 +154,15 @@ def state_from_weights(
     r"""The state of plain attention $\mu_t = \sum_h W_O^h \sum_s \alpha^h_{ts} W_V^h x_s$ with the given weights.
 
     Args:
-        x: Embeddings, `(B, T, D)`; 16-bit input is taken to float32.
+        x: Embeddings, `(B, T, D)`; 16-bit input is converted to float32.
         w_q: `(H, R, D)`.
         w_k: `(H, R, D)`.
         w_v: `(H, Rv, D)`, or None with `w_o` None for identity values and one head.
         w_o: `(H, D, Rv)`.
-        strict: Mask s < t (True) or s <= t (False).
+        strict: Whether the mask is s < t rather than s <= t.
         scale: Factor of the logits; None: $1/\sqrt R$.
         key_padding_mask: True at padding, `(B, T)`, as in `torch.nn.MultiheadAttention`.
-        segments: Number of the document that each position belongs to, `(B, T)`; documents do not see each other.
+        segments: Number of the document of each position, `(B, T)`; positions attend within their document only.
 
     Raises:
         ArgumentError: Shapes do not fit, or `scale` is not a positive number.
@@ -255,7 +175,7 @@ def state_from_weights(
     x, w_q, w_k, w_v, w_o, scale = _checked(x, w_q, w_k, w_v, w_o, scale, key_padding_mask)
     valid = None if key_padding_mask is None else ~key_padding_mask.bool()
     if valid is not None:
-        # What stands in a padded position (it may be NaN) must not reach any product, not even times zero.
+        # Padded positions may hold NaN, which times zero is still NaN.
         x = torch.where(valid.unsqueeze(-1), x, torch.zeros((), dtype=x.dtype, device=x.device))
     allowed = None if valid is None else valid[:, None, None, :].expand(-1, 1, x.shape[1], -1)
     if segments is not None:
@@ -286,7 +206,7 @@ def _checked(
     scale: float | None,
     key_padding_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, float]:
-    """Arguments of `state_from_weights` after all checks, in one floating dtype of at least 32 bits."""
+    """Checks arguments of `state_from_weights` and converts them to one floating dtype of at least 32 bits."""
     if x.dim() != 3 or not x.is_floating_point():
         raise ArgumentError(
             f"x must be a floating tensor of shape (B, T, D), received {_describe(x)}; pass embeddings."

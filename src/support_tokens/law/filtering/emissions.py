@@ -1,4 +1,4 @@
-r"""What is observed of an embedding: a token drawn from logits $E x / \tau$, or the embedding plus Gaussian noise."""
+r"""Observations of an embedding: a token drawn from logits $E x / \tau$, or the embedding plus Gaussian noise."""
 
 __all__ = ["CategoricalEmission", "Emission", "GaussianEmission"]
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
+from support_tokens.law.gaussian import gaussian_log_prob
 from support_tokens.margins.linalg import each_matrix
 
 NEWTON_STEPS, HALVINGS = 12, 8
@@ -24,13 +25,14 @@ class Emission(Protocol):
     def posterior(self, mean: Tensor, noise_scale: Tensor, observation: Tensor | int) -> tuple[Tensor, Tensor]:
         r"""Location `(N, D)` and scale (a scalar) of a normal law near $N(x; \mathrm{mean}, \sigma^2 I)\, p(y \mid x)$.
 
-        Its tails must not be lighter than those of the product, or the weights of a guided filter have no variance.
+        Its tails must not be lighter than those of the product; otherwise the weights of a guided filter have infinite
+        variance.
         """
         ...
 
 
 class GaussianEmission:
-    r"""$y = x + \eta$ with $\eta \sim N(0, \tau^2 I)$: an embedding seen through noise.
+    r"""$y = x + \eta$ with $\eta \sim N(0, \tau^2 I)$: an embedding observed with noise.
 
     Args:
         noise_scale: $\tau$, in units of the embeddings.
@@ -47,8 +49,7 @@ class GaussianEmission:
 
     def log_prob(self, x: Tensor, observation: Tensor | int) -> Tensor:
         """Log-density of an observation `(D,)` for embeddings `(N, D)`."""
-        error = (x - observation) / self.noise_scale
-        return -0.5 * error.square().sum(-1) - x.shape[-1] * math.log(self.noise_scale * math.sqrt(2 * math.pi))
+        return gaussian_log_prob(x - observation, math.log(self.noise_scale))
 
     def posterior(self, mean: Tensor, noise_scale: Tensor, observation: Tensor | int) -> tuple[Tensor, Tensor]:
         """The exact product of two normal laws."""
@@ -57,16 +58,16 @@ class GaussianEmission:
 
 
 class CategoricalEmission:
-    r"""$p(y \mid x) = \mathrm{softmax}(E x / \tau)_y$: a token read off its embedding by the output matrix E.
+    r"""$p(y \mid x) = \mathrm{softmax}(E x / \tau)_y$: a token drawn from the logits of its embedding.
 
     Args:
-        embeddings: E, `(V, D)`, for instance the input embeddings of a model whose output is tied to them.
+        embeddings: E, `(V, D)`, for instance the input embeddings of a model with tied embeddings.
         temperature: $\tau$.
-        bias: Added to the logits, `(V,)`: with $-|E_v|^2 / (2 \tau)$ a token is the more probable the nearer its
-            embedding.
+        bias: Added to the logits, `(V,)`: with $-|E_v|^2 / (2 \tau)$ the probability of a token
+            decreases with the distance to its embedding.
 
     Raises:
-        ArgumentError: E is no matrix, or the temperature is not positive.
+        ArgumentError: E is not a matrix, or the temperature is not positive.
 
     Example:
         >>> CategoricalEmission(torch.eye(3)).log_prob(torch.eye(3), 0).exp()
@@ -93,8 +94,8 @@ class CategoricalEmission:
     def posterior(self, mean: Tensor, noise_scale: Tensor, observation: Tensor | int) -> tuple[Tensor, Tensor]:
         r"""The most probable embedding by damped Newton, with the scale of the prior.
 
-        The log-density is concave. The scale stays $\sigma$: a categorical likelihood is log-linear far away, where a
-        narrower proposal would be too light.
+        The log-density is concave. The scale stays $\sigma$: far away a categorical likelihood is log-linear, and a
+        narrower proposal would have tails that are too light.
         """
         table, precision = self.embeddings.to(mean), noise_scale**-2
         identity = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
@@ -104,7 +105,7 @@ class CategoricalEmission:
             probability = log_probability.exp()
             expected = probability @ table
             gradient = table[int(observation)] - expected - precision * (x - mean)
-            # A location needs no more than a tenth of the scale it is drawn with.
+            # An error of a tenth of the scale of the proposal is accurate enough.
             if float(gradient.norm(dim=-1).max()) * float(noise_scale) < 0.1:
                 break
             second = (probability.unsqueeze(-2) * table.T) @ table
@@ -114,7 +115,7 @@ class CategoricalEmission:
             value = log_probability[:, int(observation)] - 0.5 * precision * (x - mean).square().sum(-1)
             factor = torch.ones_like(value)
             for _ in range(HALVINGS):
-                # Where a softmax is saturated the information says nothing and a whole step would overshoot.
+                # Where a softmax is saturated the information is near zero and a full step would overshoot.
                 moved = x + factor.unsqueeze(-1) * step
                 log_probability = self._log_probabilities(moved)
                 after = log_probability[:, int(observation)] - 0.5 * precision * (moved - mean).square().sum(-1)

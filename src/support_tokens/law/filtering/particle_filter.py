@@ -23,7 +23,7 @@ from torch import Tensor
 from support_tokens.errors import ArgumentError, NumericalError
 from support_tokens.law.filtering.emissions import Emission
 from support_tokens.law.filtering.resampling import SCHEMES, effective_sample_size, resample
-from support_tokens.law.newton import attend, factors
+from support_tokens.law.newton import attend, coupling_factors
 from support_tokens.law.prior import EmbeddingPrior
 from support_tokens.law.trajectory import next_embedding
 from support_tokens.margins.linalg import safe_slogdet
@@ -134,7 +134,7 @@ class ParticleFilter:
         self.resampling, self.ess_threshold, self.generator = resampling, ess_threshold, generator
         w_q, w_k = prior.w_q.detach(), prior.w_k.detach()
         dtype = torch.promote_types(w_q.dtype, torch.float32)
-        self._maps = factors(w_q.to(dtype), w_k.to(dtype))
+        self._maps = coupling_factors(w_q.to(dtype), w_k.to(dtype))
         self._sigma = prior.noise_scale.detach().to(dtype)
         capacity = 16 if window is None else window
         # Embeddings and their two images, each (N, capacity, .); the first `filled` slots hold something.

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from support_tokens.errors import CaptureError
 from support_tokens.law import EmbeddingPrior
-from support_tokens.margins import AttentionState, moments, take
+from support_tokens.margins import AttentionState, gather_positions, moments
 from support_tokens.margins.linalg import full_precision
 from support_tokens.models import decoder_blocks, hook_embeddings, trains_before
 
@@ -174,7 +174,7 @@ class PriorSource(nn.Module):
         rows = slice(0, state.length) if positions is None else positions
         with full_precision(state.query):
             mean = moments(state, rows, covariance=False).mean[:, 0]
-            return (take(state.value[:, 0], rows, 1) - mean).square().sum(-1)
+            return (gather_positions(state.value[:, 0], rows, 1) - mean).square().sum(-1)
 
     def _embeddings(self) -> Tensor:
         if self._x is None:
