@@ -5,12 +5,16 @@ import contextlib
 import doctest
 import io
 import re
+import shlex
 import traceback
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
+
+from support_tokens.cli import app as application
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -107,6 +111,36 @@ def test_prose_is_plain(page: Path) -> None:
 def test_pictures_have_a_text(page: Path) -> None:
     texts = re.findall(r"!\[([^\]]*)\]\(", page.read_text(encoding="utf-8"))
     assert [text for text in texts if len(text.split()) < 4] == []
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each `support-tokens` command in the bash blocks of a page."""
+    blocks = [fence["body"] for fence in FENCE.finditer(text) if fence["language"] == "bash"]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if "support-tokens " in line]
+    return [line[1:] for line in words if line and line[0].endswith("support-tokens")]
+
+
+def unknown_options(text: str) -> list[str]:
+    verbs = typer.main.get_command(application.app).commands  # type: ignore[attr-defined]
+    known = {verb: {"--help", *(name for p in verbs[verb].params for name in p.opts)} for verb in verbs}
+    return [
+        f"{verb} {word}"
+        for verb, *words in commands(text)
+        for word in words
+        if word.startswith("--") and word.partition("=")[0] not in known.get(verb, set())
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_options_of_commands_exist(page: Path) -> None:
+    assert unknown_options(page.read_text(encoding="utf-8")) == []
+
+
+def test_unknown_options_are_seen() -> None:
+    text = "```bash\nsupport-tokens train --arm ce \\\n    --colour red\n```\n"
+    assert unknown_options(text) == ["train --colour"]
+    assert commands(text) == [["train", "--arm", "ce", "--colour", "red"]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
