@@ -16,6 +16,7 @@ HOSTILE = "<script>alert('x')</script>\"&$\\frac{$ \u202eשלום\n[bold]\x1b[31
 def synthetic(
     *,
     seeds: int = 1,
+    sequences: int = 32,
     labels: dict[str, str] | None = None,
     tokens: list[str] | None = None,
     characters: int | None = 1,
@@ -25,15 +26,16 @@ def synthetic(
 ) -> RobustnessReport:
     """A report on arms given as (clean bits, slope under absolute noise, slope under matched noise, RMS)."""
     rng = np.random.default_rng(0)
+    noise = lambda: rng.normal(0, spread, sequences)  # noqa: E731
     chosen = perturbations or standard_perturbations()
-    data = EvaluationData(torch.zeros(16, 9, dtype=torch.long), characters=characters)
-    hard, measured, details = np.linspace(-0.2, 0.2, 16), {}, {}
+    data = EvaluationData(torch.zeros(sequences, 9, dtype=torch.long), characters=characters)
+    hard, measured, details = np.linspace(-0.2, 0.2, sequences), {}, {}
     for arm, (clean, absolute, matched, rms) in arms.items():
         slopes = {"clean": 0.0, ABSOLUTE: absolute, MATCHED: matched}
         measured[arm] = [
             Measurement(
                 {
-                    p.name: 8 * np.log(2) * (clean + hard + slopes[p.family] * p.strength + rng.normal(0, spread, 16))
+                    p.name: 8 * np.log(2) * (clean + hard + slopes[p.family] * p.strength + noise())
                     for p in chosen.items
                 },
                 rms,

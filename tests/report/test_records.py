@@ -33,7 +33,7 @@ from synthetic_reports import CE, synthetic
 ROOT = Path(__file__).parents[2]
 COMMITTED = sorted(
     path
-    for folder in ("experiments", "benchmarks")
+    for folder in ("experiments", "benchmarks", "docs")
     for path in (ROOT / folder).rglob("*.json")
     if json.loads(path.read_text(encoding="utf-8")).get("kind") in RECORD_KINDS
 )

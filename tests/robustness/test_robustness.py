@@ -151,7 +151,9 @@ def test_differences_are_paired_over_seeds():
 def test_one_seed_says_so():
     report = evaluate_robustness({"a": small()}, ids(), NOISE, bootstrap=QUICK)
     assert report.bootstrap.over == ("sequences",)
-    assert "one seed, so no claim about training" in report.status
+    assert "seed" not in report.status  # the models were not trained here
+    trained = evaluate_robustness({"a": small()}, ids(), NOISE, bootstrap=QUICK, config={"plan": {}})
+    assert "one seed, so no claim about training" in trained.status
 
 
 def test_arms_meet_the_same_noise_and_an_arm_equals_itself():

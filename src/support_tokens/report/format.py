@@ -10,7 +10,7 @@ from support_tokens.report.records.robustness import PerturbationRecord, Robustn
 
 _GLYPHS = {"\n": "↵", "\r": "␍", "\t": "⇥", "\u00a0": "⍽", "\u00ad": "[SHY]"}
 _FAMILIES = {
-    "clean": "no noise",
+    "clean": "clean text",
     "embedding_noise/absolute": "absolute noise",
     "embedding_noise/matched": "scale-matched noise",
     "worst_case/absolute/sequence/1": "worst-case noise of one step",

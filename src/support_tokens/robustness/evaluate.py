@@ -158,8 +158,8 @@ def evaluate_robustness(
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=8))
         >>> ids = torch.arange(48).reshape(6, 8) % 11
         >>> report = evaluate_robustness({"a": model}, EvaluationData(ids, characters=1))
-        >>> report.status.split(", ")[0]
-        '1 arm under 9 perturbations on 6 sequences (42 predicted tokens)'
+        >>> report.status.split("; ")[0]
+        '1 model under 9 perturbations on 6 sequences (42 predicted tokens)'
     """
     held_out = data if isinstance(data, EvaluationData) else EvaluationData(data)
     if perturbations is None:

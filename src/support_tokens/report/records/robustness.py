@@ -286,13 +286,25 @@ class RobustnessReport(Record, kind="support-tokens/robustness", version=2, upgr
     @property
     def status(self) -> str:
         """One sentence: what was compared, on how much, and what the intervals cover."""
-        arms = "1 arm" if len(self.arms) == 1 else f"{len(self.arms)} arms"
-        seeds = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed, so no claim about training"
+        arms = f"{len(self.arms)} {self.noun}{'s' if len(self.arms) > 1 else ''}"
+        seeds = f", {len(self.seeds)} seeds"
+        if len(self.seeds) == 1:
+            seeds = ", one seed, so no claim about training" if self.trained else ""
         return (
             f"{arms} under {len(self.perturbations)} perturbations on {self.data.sequences} sequences "
-            f"({self.data.tokens} predicted tokens), {seeds}; {self.bootstrap.confidence:.0%} intervals over "
+            f"({self.data.tokens} predicted tokens){seeds}; {self.bootstrap.confidence:.0%} intervals over "
             f"{' and '.join(self.bootstrap.over) or 'nothing'}."
         )
+
+    @property
+    def trained(self) -> bool:
+        """Whether the models were trained in this experiment, so that seeds of training are part of the question."""
+        return "plan" in self.config
+
+    @property
+    def noun(self) -> str:
+        """What is compared: an `arm` is one way of training, with a model for each seed; else it is a `model`."""
+        return "arm" if self.trained or len(self.seeds) > 1 else "model"
 
     @property
     def measure(self) -> str:

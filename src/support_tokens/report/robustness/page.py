@@ -17,7 +17,7 @@ from support_tokens.report.records.robustness import PerturbationRecord, Robustn
 from support_tokens.report.records.structure import StructureFigures
 from support_tokens.report.robustness import plots
 from support_tokens.report.robustness.sentence import SUPPORT, ArmText, sentence_texts
-from support_tokens.report.robustness.verdict import direction, verdict
+from support_tokens.report.robustness.verdict import RULES, Finding, Verdict, direction, has_curve, verdict
 from support_tokens.report.scale import BANDS, band_css
 
 
@@ -60,7 +60,12 @@ def render_html(report_json: RobustnessReport | Mapping[str, Any]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
-        visible=fmt.visible, number=fmt.number, signed=fmt.signed, ratio=fmt.ratio, interval=fmt.interval
+        visible=fmt.visible,
+        number=fmt.number,
+        signed=fmt.signed,
+        percent=fmt.percent,
+        ratio=fmt.ratio,
+        interval=fmt.interval,
     )
     template = environment.from_string(files.joinpath("page.html").read_text(encoding="utf-8"))
     arms = [(place, arm, fmt.label(report, arm.name)) for place, arm in enumerate(report.arms)]
@@ -72,7 +77,9 @@ def render_html(report_json: RobustnessReport | Mapping[str, Any]) -> str:
         bands=BANDS,
         colours=Markup(_colours()),
         swatches=[Markup(plots.swatch(place)) for place, _, _ in arms],
-        verdict=verdict(report),
+        verdict=(result := verdict(report)),
+        outcomes=_outcomes(report, result),
+        rules=RULES,
         groups=list(_groups(report)),
         curves=[(fmt.family(f), Markup(plots.curve_svg(report, f))) for f in report.families],
         noise_only=all(f.startswith("embedding_noise/") for f in report.families),
@@ -103,6 +110,12 @@ def _colours() -> str:
     )
 
 
+def _outcomes(report: RobustnessReport, result: Verdict) -> list[tuple[str, list[Finding]]]:
+    """Wins, losses and open questions: one row a condition, one finding for each arm but the baseline."""
+    topics = result.by_topic("better", "worse", "open")
+    return [(topic.removeprefix("Under ").capitalize(), findings) for topic, findings in topics.items()]
+
+
 def _groups(report: RobustnessReport) -> Iterator[_Group]:
     """Rows of the table: the clean one, then each family's strengths and the mean over its curve."""
     by_family: dict[str, list[_TableRow]] = {}
@@ -116,12 +129,12 @@ def _groups(report: RobustnessReport) -> Iterator[_Group]:
                 _Cell(
                     result.bits,
                     None if clean else result.degradation,
-                    direction(difference.bits) if difference else "unclear",
-                    direction(difference.degradation) if difference and not clean else "unclear",
+                    direction(report, difference.bits) if difference else "unclear",
+                    direction(report, difference.degradation) if difference and not clean else "unclear",
                 )
             )
         by_family.setdefault(perturbation.family, []).append(_TableRow(fmt.setting(perturbation), cells))
-    for family in report.families:
+    for family in filter(has_curve, report.families):
         cells = []
         for arm in report.arms:
             area = report.area(arm.name, family)
@@ -130,8 +143,8 @@ def _groups(report: RobustnessReport) -> Iterator[_Group]:
                 _Cell(
                     area.bits,
                     area.degradation,
-                    direction(against.bits) if against else "unclear",
-                    direction(against.degradation) if against else "unclear",
+                    direction(report, against.bits) if against else "unclear",
+                    direction(report, against.degradation) if against else "unclear",
                 )
             )
         by_family[family].append(_TableRow("mean of the curve", cells, summary=True))
@@ -154,7 +167,7 @@ def _calibration(report: RobustnessReport) -> list[_CalibrationRow]:
             difference = report.difference(arm.name, perturbation.name)
             against = difference and difference.calibration
             found = report.result(arm.name, perturbation.name).calibration
-            cells.append((found, direction(against) if against else "unclear"))
+            cells.append((found, direction(report, against) if against else "unclear"))
         rows.append(_CalibrationRow(_head(perturbation), cells))
     return rows if any(estimate for row in rows for estimate, _ in row.cells) else []
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from support_tokens.report import format as fmt
 from support_tokens.report.records.estimate import Estimate
 from support_tokens.report.records.robustness import RobustnessReport
-from support_tokens.report.robustness.verdict import direction, verdict
+from support_tokens.report.robustness.verdict import RULES, direction, has_curve, verdict
 
 _TONES = {"better": "✓", "worse": "✗", "open": "?", "note": "•"}
 _MARKS = {"lower": " ▼", "higher": " ▲", "unclear": ""}
@@ -42,16 +42,25 @@ def render_text(report_json: RobustnessReport | Mapping[str, Any], *, width: int
 
 
 def _page(report: RobustnessReport) -> Group:
-    said = verdict(report)
+    result = verdict(report)
     findings = Table.grid(Column(), Column(), padding=(0, 1))
-    for finding in said.findings:
-        findings.add_row(_TONES[finding.tone], Text.assemble(finding.text, " ", (finding.figures, "dim")))
-    return Group(Text(said.headline, style="bold"), Text(said.caveat), findings, Text(), _table(report))
+    for finding in result.findings:
+        if finding.tone != "open":
+            findings.add_row(_TONES[finding.tone], Text.assemble(finding.text, " ", (finding.figures, "dim")))
+    # What is open is named in one line, since nothing follows from it.
+    unclear = ", ".join(
+        topic.removeprefix("Under ").lower()
+        for topic, of_topic in result.by_topic().items()
+        if {finding.tone for finding in of_topic} == {"open"}
+    )
+    lines = [Text(f"? no clear difference: {unclear}", style="dim")] if unclear else []
+    parts = [Text(result.headline, style="bold"), Text(result.caveat), findings, *lines]
+    return Group(*parts, Text(RULES, style="dim"), Text(), _table(report))
 
 
 def _table(report: RobustnessReport) -> Table:
     table = Table(caption=Text(_caption(report)), caption_justify="left")
-    table.add_column("noise", no_wrap=True)
+    table.add_column("condition", no_wrap=True)
     for arm in report.arms:
         table.add_column(Text(fmt.label(report, arm.name)))
     rows: dict[str, list[tuple[str, list[Text]]]] = {}
@@ -59,17 +68,18 @@ def _table(report: RobustnessReport) -> Table:
         cells = []
         for arm in report.arms:
             result, against = report.result(arm.name, perturbation.name), report.difference(arm.name, perturbation.name)
-            lines = [_bits(result.bits, against and against.bits)]
+            lines = [_bits(report, result.bits, against and against.bits)]
             if perturbation.family != "clean":
-                lines.append(_ratio(result.degradation, against and against.degradation))
+                lines.append(_ratio(report, result.degradation, against and against.degradation))
             cells.append(Text("\n").join(lines))
         rows.setdefault(perturbation.family, []).append((fmt.setting(perturbation), cells))
-    for family in report.families:
+    for family in filter(has_curve, report.families):
         means = []
         for arm in report.arms:
             mean = report.area(arm.name, family)
             other = None if arm.name == report.baseline else report.area_difference(arm.name, report.baseline, family)
-            lines = [_bits(mean.bits, other and other.bits), _ratio(mean.degradation, other and other.degradation)]
+            bits = _bits(report, mean.bits, other and other.bits)
+            lines = [bits, _ratio(report, mean.degradation, other and other.degradation)]
             means.append(Text("\n").join(lines))
         rows[family].append(("mean of curve", means))
     for of_family in rows.values():
@@ -79,25 +89,25 @@ def _table(report: RobustnessReport) -> Table:
     return table
 
 
-def _bits(bits: Estimate, difference: Estimate | None) -> Text:
-    return _figure(fmt.number(bits.value), bits, difference)
+def _bits(report: RobustnessReport, bits: Estimate, difference: Estimate | None) -> Text:
+    return _figure(report, fmt.number(bits.value), bits, difference)
 
 
-def _ratio(ratio: Estimate, difference: Estimate | None) -> Text:
-    return _figure(fmt.ratio(ratio.value), ratio, difference)
+def _ratio(report: RobustnessReport, ratio: Estimate, difference: Estimate | None) -> Text:
+    return _figure(report, fmt.ratio(ratio.value), ratio, difference)
 
 
-def _figure(shown: str, estimate: Estimate, difference: Estimate | None) -> Text:
+def _figure(report: RobustnessReport, text: str, estimate: Estimate, difference: Estimate | None) -> Text:
     """Number, mark and interval, short enough for three arms on 80 columns."""
-    where = direction(difference) if difference else "unclear"
+    where = direction(report, difference) if difference else "unclear"
     ends = "" if estimate.low is None or estimate.high is None else f" {estimate.low:.2f}–{estimate.high:.2f}"
-    return Text.assemble((shown, "bold"), (_MARKS[where], _STYLES[where]), (ends, "dim"))
+    return Text.assemble((text, "bold"), (_MARKS[where], _STYLES[where]), (ends, "dim"))
 
 
 def _caption(report: RobustnessReport) -> str:
-    seeds = "1 seed" if len(report.seeds) == 1 else f"{len(report.seeds)} seeds"
+    seeds = f", {len(report.seeds)} seeds" if len(report.seeds) > 1 else ", 1 seed" if report.trained else ""
     return (
         f"{report.measure} and ratio to clean with {100 * report.bootstrap.confidence:g}\u00a0% intervals, "
-        f"n = {report.data.sequences} sequences, {seeds}; ▼ lower, ▲ higher than the baseline: the interval of the "
+        f"n = {report.data.sequences} sequences{seeds}; ▼ lower, ▲ higher than the baseline: the interval of the "
         "paired difference excludes zero"
     )

@@ -1,232 +1,303 @@
 r"""The verdict in words, by rules that read nothing but the figures of the report.
 
-An arm is called better or worse only where the paired interval of the difference excludes zero, and the difference is
-large enough to matter. What the number of seeds allows to be claimed stands in front of it: nothing with one, a
-tentative statement below five.
+Bits lead: a model is better under a condition where it needs fewer bits than the baseline, worse where it needs more.
+Both ask for a paired interval that excludes zero, a difference large enough to matter, and enough sequences. The ratio
+to clean bits says why: a ratio alone is neither gain nor loss.
 """
 
 __all__ = [
-    "SCALE_TOLERANCE",
-    "SEEDS_FOR_A_CLAIM",
-    "SMALLEST_COST",
-    "SMALLEST_RATIO",
+    "RULES",
+    "SEQUENCES_FOR_A_CLAIM",
+    "Condition",
     "Finding",
     "Verdict",
+    "caveat",
     "clean_cost",
+    "conditions",
     "direction",
     "embedding_scale",
     "headline",
     "leaders",
-    "seed_caveat",
-    "under_noise",
+    "under",
     "verdict",
 ]
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from support_tokens.report import format as fmt
 from support_tokens.report.records.estimate import Estimate
-from support_tokens.report.records.robustness import RobustnessReport
+from support_tokens.report.records.robustness import Difference, RobustnessReport
 
 SEEDS_FOR_A_CLAIM = 5
 """Fewer seeds are reported as tentative."""
+SEQUENCES_FOR_A_CLAIM = 20
+"""With fewer sequences nothing is called significant: a few equal signs are enough to exclude zero."""
 SCALE_TOLERANCE = 0.1
-"""Embeddings within this share of the baseline's root mean square count as unchanged in size."""
+"""Embeddings within this fraction of the baseline's root mean square count as unchanged in size."""
 SMALLEST_COST = 0.001
-"""Clean figures that differ by a smaller share of the baseline's count as equal, however narrow the interval."""
+"""Bits that differ by a smaller fraction of the baseline's count as equal, however narrow the interval."""
 SMALLEST_RATIO = 0.005
 """Degradation ratios that differ by less count as equal, however narrow the interval."""
+RULES = (
+    "A difference is named where its paired interval excludes zero and it is at least "
+    f"{100 * SMALLEST_COST:g}\u00a0% of the baseline’s bits, or {SMALLEST_RATIO:g} of a ratio; smaller ones count as "
+    f"no difference. With fewer than {SEQUENCES_FOR_A_CLAIM} sequences none is named."
+)
+"""The rules in words, for pages."""
 
 ABSOLUTE, MATCHED = "embedding_noise/absolute", "embedding_noise/matched"
+_WITHOUT_CURVE = ("weight_rounding", "other_text")  # a mean over 8 and 4 bits, or with another corpus, means nothing
+_MOST_NAMED = 3
 
 Tone = Literal["better", "worse", "open", "note"]
+Direction = Literal["lower", "higher", "unclear"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What models are compared under: the curve of a family, or one setting of a family whose mean means nothing."""
+
+    name: str
+    family: str
+    perturbation: str | None = None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence on one arm under one topic, how it speaks for the arm, and the figures that it follows from."""
+    """One sentence on one arm under one topic, how it speaks for the arm, and the figures that it follows from.
+
+    `change` is the difference of bits as a fraction of the baseline's, None where there is none.
+    """
 
     topic: str
     arm: str
     tone: Tone
     text: str
     figures: str
+    change: float | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The headline, what the number of seeds allows, and the findings behind them."""
+    """The headline, what seeds and sequences allow to be claimed, and the findings behind them."""
 
     headline: str
     caveat: str
     findings: tuple[Finding, ...]
 
-    def by_topic(self) -> dict[str, list[Finding]]:
-        """Findings under their topics, in order."""
+    def by_topic(self, *tones: Tone) -> dict[str, list[Finding]]:
+        """Findings of these tones (all where none is given) under their topics, in order."""
         topics: dict[str, list[Finding]] = {}
         for finding in self.findings:
-            topics.setdefault(finding.topic, []).append(finding)
+            if not tones or finding.tone in tones:
+                topics.setdefault(finding.topic, []).append(finding)
         return topics
 
 
 def verdict(report: RobustnessReport) -> Verdict:
-    """All that the figures of a report allow to be said."""
+    """All that follows from the figures of a report."""
     others = [arm.name for arm in report.arms if arm.name != report.baseline]
     findings = [clean_cost(report, arm) for arm in others]
-    findings += [under_noise(report, arm, family) for family in report.families for arm in others]
+    findings += [under(report, arm, condition) for condition in conditions(report) for arm in others]
     findings += [embedding_scale(report, arm) for arm in others]
-    return Verdict(headline(report), seed_caveat(report), tuple(findings))
+    return Verdict(headline(report), caveat(report), tuple(findings))
 
 
-def direction(difference: Estimate, smallest: float = 0.0) -> Literal["lower", "higher", "unclear"]:
-    """Where a difference lies, if its interval excludes zero and it is at least `smallest` in size.
+def has_curve(family: str) -> bool:
+    """Whether the mean over the settings of a family means anything."""
+    return family.split("/")[0] not in _WITHOUT_CURVE
 
-    Example:
-        >>> direction(Estimate(-1.0, -2.0, -0.5)), direction(Estimate(-1.0, -2.0, 0.5)), direction(Estimate(-1.0))
-        ('lower', 'unclear', 'unclear')
-        >>> direction(Estimate(-1.0, -2.0, -0.5), smallest=1.5)
-        'unclear'
-    """
-    if not difference.excludes(0.0) or abs(difference.value) < smallest:
+
+def conditions(report: RobustnessReport) -> list[Condition]:
+    """One condition for each curve, and one for each setting of the families without."""
+    made = []
+    for family in report.families:
+        name = fmt.family(family)
+        if has_curve(family):
+            made.append(Condition(name, family))
+            continue
+        settings = [p for p in report.perturbations if p.family == family]
+        made += [Condition(name if len(settings) == 1 else fmt.setting(p), family, p.name) for p in settings]
+    return made
+
+
+def direction(report: RobustnessReport, difference: Estimate, smallest: float = 0.0) -> Direction:
+    """Where a difference lies: its interval excludes zero, it is at least `smallest`, and the sequences are enough."""
+    enough = report.data.sequences >= SEQUENCES_FOR_A_CLAIM
+    if not enough or not difference.excludes(0.0) or abs(difference.value) < smallest:
         return "unclear"
     return "lower" if difference.value < 0 else "higher"
 
 
-def seed_caveat(report: RobustnessReport) -> str:
-    """What the number of seeds allows."""
-    n = len(report.seeds)
-    if n == 1:
+def caveat(report: RobustnessReport) -> str:
+    """What the numbers of sequences and seeds allow to be claimed."""
+    sequences, seeds = report.data.sequences, len(report.seeds)
+    if sequences < SEQUENCES_FOR_A_CLAIM:
         return (
-            "With one seed, intervals cover the choice of sequences only: training again with another seed can move "
-            "these figures by more than the intervals show. Findings below hold for these trained models."
+            f"Only {sequences} sequences: intervals of so few are not reliable, so no difference is called "
+            f"significant. Evaluate on {SEQUENCES_FOR_A_CLAIM} or more."
         )
-    if n < SEEDS_FOR_A_CLAIM:
+    if seeds == 1 and not report.trained:
+        return f"On these {sequences} sequences; the intervals cover the choice of sequences."
+    if seeds == 1:
         return (
-            f"{n} seeds: tentative. The intervals cover sequences and seeds, but fewer than {SEEDS_FOR_A_CLAIM} seeds "
-            "say little about the spread between them."
+            "One seed: the intervals cover the choice of sequences only. Training again with another seed can move "
+            "these figures by more than the intervals show, so the findings hold for these trained models."
         )
-    return f"{n} seeds. The intervals cover sequences and seeds."
+    if seeds < SEEDS_FOR_A_CLAIM:
+        return (
+            f"{seeds} seeds: tentative. The intervals cover sequences and seeds, but fewer than {SEEDS_FOR_A_CLAIM} "
+            "seeds say little about the spread between them."
+        )
+    return f"{seeds} seeds. The intervals cover sequences and seeds."
 
 
 def clean_cost(report: RobustnessReport, arm: str) -> Finding:
-    """What the arm costs without noise, against the baseline."""
+    """What the arm costs on clean text, beside the baseline."""
     clean = report.perturbations[0].name
-    difference = next(d.bits for d in report.differences if (d.arm, d.condition) == (arm, clean))
+    difference = report.difference(arm, clean)
+    assert difference is not None, "the baseline has no cost"
     base = report.result(report.baseline, clean).bits.value
-    share = difference.value / base
-    figures = f"{fmt.percent(share)}; {_difference(report, difference)}"
-    name, where = fmt.label(report, arm), direction(difference, SMALLEST_COST * base)
+    where, name = direction(report, difference.bits, SMALLEST_COST * base), fmt.label(report, arm)
+    change = difference.bits.value / base
+    figures = f"{fmt.percent(change)}; {_difference(report, difference.bits)}"
+    text = f"{name}: clean {report.measure} is {where} than the baseline’s."
     if where == "unclear":
-        return Finding("Clean cost", arm, "open", f"{name}: no clear difference in clean {report.measure}.", figures)
-    tone: Tone = "better" if where == "lower" else "worse"
-    return Finding("Clean cost", arm, tone, f"{name}: clean {report.measure} is {where} than the baseline's.", figures)
+        text = f"{name}: no clear difference in clean {report.measure}."
+    return Finding("Clean text", arm, _TONES[where], text, figures, change)
 
 
-def under_noise(report: RobustnessReport, arm: str, family: str) -> Finding:
-    """Whether the arm degrades less than the baseline over a curve, and not only because its clean figure is worse."""
-    difference, heights = report.area_difference(arm, report.baseline, family), _heights(report, family)
-    name, noise = fmt.label(report, arm), fmt.family(family)
+def under(report: RobustnessReport, arm: str, condition: Condition) -> Finding:
+    """Whether the arm needs fewer or more bits than the baseline under a condition, and what its ratio says of it."""
+    difference = _between(report, arm, report.baseline, condition)
+    assert difference is not None, "each arm is compared with the baseline"
+    base = _bits(report, report.baseline, condition)
+    ratios = [_ratio(report, name, condition) for name in (arm, report.baseline)]
+    bits = direction(report, difference.bits, SMALLEST_COST * base)
+    ratio = direction(report, difference.degradation, SMALLEST_RATIO)
+    name, change = fmt.label(report, arm), difference.bits.value / base
     figures = (
-        f"mean ratio {fmt.ratio(heights[arm], 3)} against {fmt.ratio(heights[report.baseline], 3)}; "
-        f"{_difference(report, difference.degradation)}"
+        f"{report.measure} {fmt.percent(change)}; {_difference(report, difference.bits)}; ratio to clean "
+        f"{fmt.ratio(ratios[0], 3)}, baseline {fmt.ratio(ratios[1], 3)}"
     )
-    where, bits = direction(difference.degradation, SMALLEST_RATIO), direction(difference.bits)
-    topic = f"Under {noise}"
-    if where == "unclear":
-        return Finding(topic, arm, "open", f"{name}: no clear difference in degradation under {noise}.", figures)
-    if where == "higher":
-        return Finding(topic, arm, "worse", f"{name} degrades more than the baseline under {noise}.", figures)
-    if bits == "lower":
-        return Finding(topic, arm, "better", f"{name} degrades less than the baseline under {noise}.", figures)
-    but = "higher than the baseline's" if bits == "higher" else "not clearly lower"
-    text = (
-        f"{name} has a lower ratio than the baseline under {noise}, but its {report.measure} there is {but}: the ratio "
-        "alone is no gain."
-    )
-    return Finding(topic, arm, "open", text, figures)
+    return Finding(
+        f"Under {condition.name}", arm, _TONES[bits], _sentence(name, report.measure, condition, bits, ratio), figures,
+        change,
+    )  # fmt: skip
+
+
+_TONES: dict[Direction, Tone] = {"lower": "better", "higher": "worse", "unclear": "open"}
+
+
+def _sentence(name: str, measure: str, condition: Condition, bits: Direction, ratio: Direction) -> str:
+    where = f"under {condition.name}"
+    if bits == "unclear":
+        text = f"{name}: no clear difference in {measure} {where}"
+        if ratio == "unclear":
+            return f"{text}."
+        return f"{text}; its ratio to clean is {ratio}, which alone is {'no gain' if ratio == 'lower' else 'no loss'}."
+    text = f"{name} has {bits} {measure} than the baseline {where}"
+    if ratio == bits:
+        return f"{text}, and degrades {'less' if ratio == 'lower' else 'more'}."
+    if ratio == "unclear":
+        return f"{text}, by as much as on clean text: its ratio to clean is no different."
+    return f"{text}; its {ratio} ratio to clean follows from its {bits} clean figure."
 
 
 def embedding_scale(report: RobustnessReport, arm: str) -> Finding:
     """Whether embeddings merely grew, so that noise of fixed size became smaller beside them."""
-    grown, name = report.arm(arm).rms_ratio, fmt.label(report, arm)
-    figures = f"root mean square {fmt.number(grown, 2)} times the baseline's"
-    tones = {f: under_noise(report, arm, f).tone for f in (ABSOLUTE, MATCHED) if f in report.families}
-    tone: Tone = "note"
-    if abs(grown - 1) <= SCALE_TOLERANCE:
+    growth, name = report.arm(arm).rms_ratio, fmt.label(report, arm)
+    figures = f"root mean square {fmt.number(growth, 2)} times the baseline’s"
+    tones = {c.family: under(report, arm, c).tone for c in conditions(report) if c.family in (ABSOLUTE, MATCHED)}
+    if abs(growth - 1) <= SCALE_TOLERANCE:
         text = f"{name}: embeddings keep their size."
-    elif grown < 1:
+    elif growth < 1:
         text = f"{name}: embeddings shrank, so noise of a fixed size is larger beside them."
     elif tones.get(ABSOLUTE) != "better":
         text = f"{name}: embeddings grew."
     elif tones.get(MATCHED) == "better":
         text = f"{name}: embeddings grew, but it gains under scale-matched noise too: scale is not all of it."
     else:
-        tone = "open"
         why = "it does not gain under scale-matched noise" if MATCHED in tones else "scale-matched noise was not tried"
         text = (
             f"{name}: embeddings grew and {why}; its gain under absolute noise may be one of scale, not of robustness."
         )
-    return Finding("Size of the embeddings", arm, tone, text, figures)
+    return Finding("Size of the embeddings", arm, "note", text, figures)
 
 
-def leaders(report: RobustnessReport, family: str) -> list[str]:
-    """The arm of the lowest mean degradation, and every arm from which its difference is unclear.
+def leaders(report: RobustnessReport, condition: Condition) -> list[str]:
+    """The arm of the fewest bits, and every arm from which its difference is unclear.
 
     Returns:
         Names of arms, the lowest first; a single one only where it is clearly ahead of all others.
     """
-    heights = _heights(report, family)
-    ranked = sorted(heights, key=lambda name: heights[name])
-    first, *rest = ranked
-    return [first, *(a for a in rest if _level(report, first, a, family))]
+    first, *rest = sorted((arm.name for arm in report.arms), key=lambda name: _bits(report, name, condition))
+    return [first, *(arm for arm in rest if not _ahead(report, first, arm, condition))]
 
 
-def _level(report: RobustnessReport, arm: str, other: str, family: str) -> bool:
-    return direction(report.area_difference(arm, other, family).degradation, SMALLEST_RATIO) == "unclear"
+def _ahead(report: RobustnessReport, arm: str, other: str, condition: Condition) -> bool:
+    difference = _between(report, arm, other, condition)
+    smallest = SMALLEST_COST * _bits(report, other, condition)
+    return difference is not None and direction(report, difference.bits, smallest) == "lower"
 
 
 def headline(report: RobustnessReport) -> str:
-    """The verdict in one or two sentences."""
-    curves = report.families
+    """The verdict in one line: which model to use for what."""
+    chosen = conditions(report)
     if len(report.arms) == 1:
-        return "One arm: nothing is compared."
-    if not curves:
-        return "Clean figures only: nothing is said about robustness."
-    found = [(leaders(report, family), fmt.family(family)) for family in curves]
-    clear: dict[str, list[str]] = {}
-    for ahead, noise in found:
+        return f"One {report.noun}: nothing is compared."
+    if not chosen:
+        return "Clean figures only: nothing follows about robustness."
+    if report.data.sequences < SEQUENCES_FOR_A_CLAIM:
+        return f"No claim: {report.data.sequences} sequences are too few."
+    chosen.insert(0, Condition("clean text", "clean", report.perturbations[0].name))
+    won: dict[str, list[Condition]] = {}
+    for condition in chosen:
+        ahead = leaders(report, condition)
         if len(ahead) == 1:
-            clear.setdefault(ahead[0], []).append(noise)
-    parts = [f"{fmt.label(report, arm)} degrades least under {_listed(noises)}" for arm, noises in clear.items()]
-    level = {noise: [fmt.label(report, arm) for arm in ahead] for ahead, noise in found if len(ahead) > 1}
-    if len(level) > 2:  # who is level with whom would fill a page; it stands in the findings
-        parts.append(f"no arm is clearly ahead under {_listed(list(level))}")
-    else:
-        parts += [f"no arm is clearly ahead under {n}, where {_listed(arms)} are level" for n, arms in level.items()]
-    n = len(report.seeds)
-    said = f"{'; '.join(parts)}.{_cost(report, list(clear))}"
-    if n == 1:
-        return f"One seed: no claim. On these {report.data.sequences} sequences, {said}"
-    if n < SEEDS_FOR_A_CLAIM:
-        return f"Tentative, {n} seeds: {said}"
-    return said[0].upper() + said[1:]
-
-
-def _cost(report: RobustnessReport, arms: list[str]) -> str:
-    """What the arms that are clearly ahead cost without noise."""
-    clean = report.perturbations[0].name
-    base = report.result(report.baseline, clean).bits.value
-    costs = [
-        f"{fmt.percent(d.bits.value / base)} for {fmt.label(report, arm)}"
-        for arm in arms
-        if (d := report.difference(arm, clean)) is not None and direction(d.bits, SMALLEST_COST * base) != "unclear"
+            won.setdefault(ahead[0], []).append(condition)
+    if not won:
+        return f"No {report.noun} is clearly ahead under any condition."
+    everywhere = sum(map(len, won.values())) == len(chosen)
+    parts = [
+        f"{fmt.label(report, arm)} for {'everything' if len(where) == len(chosen) else _listed(_names(where, chosen))}"
+        for arm, where in won.items()
     ]
-    return f" Clean {report.measure}: {_listed(costs)}." if costs else ""
+    line = f"Use {'; '.join(parts)}{'' if everywhere else '; no clear difference elsewhere'}."
+    if report.trained and len(report.seeds) < SEEDS_FOR_A_CLAIM:
+        one = len(report.seeds) == 1
+        return f"{'One seed, so no claim about training: here,' if one else 'Tentative:'} {line[0].lower()}{line[1:]}"
+    return line
 
 
-def _heights(report: RobustnessReport, family: str) -> dict[str, float]:
-    return {area.arm: area.degradation.value for area in report.areas if area.family == family}
+def _names(won: Sequence[Condition], every: Sequence[Condition]) -> list[str]:
+    """Names of conditions; a family of which all settings are won is named once."""
+    whole = {c.family for c in won if all(other in won for other in every if other.family == c.family)}
+    return list(dict.fromkeys(fmt.family(c.family) if c.family in whole else c.name for c in won))
+
+
+def _bits(report: RobustnessReport, arm: str, condition: Condition) -> float:
+    if condition.perturbation is None:
+        return report.area(arm, condition.family).bits.value
+    return report.result(arm, condition.perturbation).bits.value
+
+
+def _ratio(report: RobustnessReport, arm: str, condition: Condition) -> float:
+    if condition.perturbation is None:
+        return report.area(arm, condition.family).degradation.value
+    return report.result(arm, condition.perturbation).degradation.value
+
+
+def _between(report: RobustnessReport, arm: str, other: str, condition: Condition) -> Difference | None:
+    """`arm` minus `other`; None for two rivals under a single setting, where each is held beside the baseline only."""
+    if condition.perturbation is None:
+        return report.area_difference(arm, other, condition.family)
+    if other == report.baseline:
+        return report.difference(arm, condition.perturbation)
+    turned = report.difference(other, condition.perturbation) if arm == report.baseline else None
+    return turned and turned.reversed()
 
 
 def _difference(report: RobustnessReport, estimate: Estimate, digits: int = 3) -> str:
@@ -238,5 +309,8 @@ def _difference(report: RobustnessReport, estimate: Estimate, digits: int = 3) -
     )
 
 
-def _listed(parts: list[str]) -> str:
+def _listed(parts: Sequence[str]) -> str:
+    more = len(parts) - _MOST_NAMED
+    if more > 1:
+        parts = [*parts[:_MOST_NAMED], f"{more} more conditions"]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from support_tokens.report import family, interval, label, number, signed, visible
 from support_tokens.report.records import Estimate, RobustnessReport
-from support_tokens.report.robustness import STRUCTURE_HEADS, headline, seed_caveat, structure_values
+from support_tokens.report.robustness import STRUCTURE_HEADS, caveat, headline, structure_values
 from support_tokens.robustness.lab.contest import LARGEST_COST, Contest
 from support_tokens.robustness.lab.paper import PaperRow
 from support_tokens.robustness.lab.preset import Preset
@@ -23,7 +23,7 @@ def render_markdown(
         rows: Made by `paper_rows`.
         contests: Made by `contests`.
     """
-    parts = [f"# {_cell(visible(preset.title))}", headline(report), seed_caveat(report), report.status]
+    parts = [f"# {_cell(visible(preset.title))}", headline(report), caveat(report), report.status]
     if rows:
         parts += [
             "## Beside the paper",
