@@ -41,6 +41,14 @@ def exported(path: Path) -> list[str]:
     return []
 
 
+def sources(path: Path) -> dict[str, str]:
+    """Where an `__init__` imports each name from: a function may have the name of its module."""
+    imports = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
+    ]
+    return {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+
+
 def rooms() -> list[str]:
     """Rooms in the order of the tree in the docstring of the package; errors stand at the end."""
     docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))) or ""
@@ -60,7 +68,11 @@ def reference(room: str) -> str:
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         lines += [f"## {module}" if number else "", docstring]
         names = [name for name in exported(path) if number or name not in seen]
-        lines += [f"::: {module}.{name}\n    options:\n      heading_level: {3 if number else 2}" for name in names]
+        found = sources(path)
+        lines += [
+            f"::: {found.get(name, f'{module}.{name}')}\n    options:\n      heading_level: {3 if number else 2}"
+            for name in names
+        ]
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
@@ -129,6 +141,6 @@ def mathml(match: re.Match[str]) -> str:
 def on_page_content(content: str, page: Page, **_: object) -> str:
     """Sets the formulas of a page; one that cannot be set stops the build."""
     try:
-        return SPAN.sub(mathml, content)
+        return SPAN.sub(mathml, content).replace("<code>tests/", '<code class="long">tests/')
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
