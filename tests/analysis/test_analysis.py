@@ -211,7 +211,7 @@ def test_no_block_below_the_deepest_that_is_read_runs_for_margins_alone() -> Non
     blocks = decoder_blocks(model)
     for place, block in enumerate(blocks):
         block.register_forward_hook(lambda *_, place=place: ran.append(place))
-    margins = analyze(model, Numbers(), IDS, layers=(0,), without=FIGURES).select().tokens
+    margins = analyze(model, Numbers(), IDS, layers=(0,), skip=FIGURES).select().tokens
     assert ran == [0]
     ran.clear()
     whole = analyze(model, Numbers(), IDS, layers=(0,)).select().tokens

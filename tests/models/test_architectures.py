@@ -212,5 +212,8 @@ def test_quantised_weights_are_refused(dtype: torch.dtype) -> None:
 
 def test_a_projection_of_an_unknown_kind_is_refused() -> None:
     layer = nn.Embedding(3, 2)
-    with pytest.raises(UnsupportedModelError, match="Embedding is a projection of attention of an unknown kind"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="Embedding must compute a projection",
+    ):
         effective_weight(layer)

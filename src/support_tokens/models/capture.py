@@ -61,6 +61,12 @@ class AttentionCapture:
         self._name = type(model).__name__
         blocks = decoder_blocks(model)
         self.layers: tuple[int, ...] = _indices(layers, len(blocks))
+        repeated = [index for index in self.layers if sum(block is blocks[index] for block in blocks) > 1]
+        if repeated:
+            raise UnsupportedModelError(
+                f"layer {repeated[0]} of {self._name} must be a block that stands at one depth, received one at "
+                "several; copy the block."
+            )
         self._recorders = {index: LayerRecorder(self.architecture, blocks[index], index) for index in self.layers}
         self._grad_outside = False
         attentions = {index: blocks[index].get_submodule(self.architecture.attention) for index in self.layers}

@@ -9,6 +9,7 @@ __all__ = [
     "execution_device",
     "inside_backward",
     "is_offloaded",
+    "is_patched",
     "is_replica",
     "loss_function_of",
     "restore_loss_function",
@@ -43,6 +44,11 @@ def is_replica(module: nn.Module) -> bool:
 def is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate keeps the parameters of the module elsewhere than where it computes."""
     return getattr(getattr(module, "_hf_hook", None), "offload", False)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether this module has a forward of its own, other than its class and other than the one accelerate sets."""
+    return "forward" in vars(module) and not hasattr(module, "_hf_hook")
 
 
 def execution_device(module: nn.Module) -> torch.device | int | str:

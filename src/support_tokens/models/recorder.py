@@ -2,14 +2,17 @@
 
 __all__ = ["LayerRecorder", "NormRecorder", "recomputing"]
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from support_tokens.errors import CaptureError
+from support_tokens.errors import CaptureError, UnsupportedModelError
 from support_tokens.models.architectures.table import Architecture, Norm
 from support_tokens.models.architectures.weights import effective_weight, on_device, outlives_forward
-from support_tokens.models.compat import inside_backward, is_replica
+from support_tokens.models.compat import inside_backward, is_patched, is_replica
 
 
 def recomputing() -> bool:
@@ -34,16 +37,26 @@ class NormRecorder(_Recorder):
     Args:
         norm: Its table entry.
         module: The norm of this layer.
+        owner: The module that holds it, of the family's own class.
+
+    Raises:
+        UnsupportedModelError: The norm is neither of the family's file nor of torch.
     """
 
-    def __init__(self, norm: Norm, module: nn.Module) -> None:
+    def __init__(self, norm: Norm, module: nn.Module, owner: nn.Module) -> None:
         super().__init__()
-        self.norm = norm
-        epsilon = norm.epsilon
-        self.epsilon = float(getattr(module, epsilon) if isinstance(epsilon, str) else epsilon)
+        self.norm = _described(norm, module, owner)
+        epsilon = self.norm.epsilon
+        value = getattr(module, epsilon) if isinstance(epsilon, str) else epsilon
+        self._epsilon = None if value is None else float(value)
 
-    def before(self, module: nn.Module, args: tuple) -> None:
-        """Forward pre-hook of the norm."""
+    @property
+    def epsilon(self) -> float:
+        """Epsilon inside the root; torch takes that of the input's dtype where a norm has None."""
+        return torch.finfo(self.tensors["input"].dtype).eps if self._epsilon is None else self._epsilon
+
+    def after(self, module: nn.Module, args: tuple, _output: Tensor) -> None:
+        """Forward hook of the norm, which runs after any pre-hook that computes its weight."""
         gain = getattr(module, "weight", None)
         if gain is not None:
             with on_device(module):
@@ -73,7 +86,7 @@ class LayerRecorder(_Recorder):
             norm: Norm | None = getattr(architecture, role)
             home = attention if role in ("query_norm", "key_norm") else block
             if norm is not None and (not norm.switch or getattr(home, norm.switch)):
-                self.norms[role] = NormRecorder(norm, home.get_submodule(norm.path))
+                self.norms[role] = NormRecorder(norm, home.get_submodule(norm.path), home)
         self.query_factor = _number(attention, architecture.query_factor)
         self.residual_factor = _number(block, architecture.residual_factor)
         switch = architecture.rotation_switch
@@ -86,6 +99,7 @@ class LayerRecorder(_Recorder):
     def complete(self) -> bool:
         """Whether a forward pass has been recorded completely."""
         wanted = ("query", "cos", "sin") if self.rotates else ("query",)
+        wanted += self._projections
         return all(name in self.tensors for name in wanted) and all(norm.tensors for norm in self.norms.values())
 
     def clear(self) -> None:
@@ -100,17 +114,21 @@ class LayerRecorder(_Recorder):
         handles = [attention.register_forward_pre_hook(self.before, with_kwargs=True)]
         for role, recorder in self.norms.items():
             home = attention if role in ("query_norm", "key_norm") else block
-            handles.append(home.get_submodule(recorder.norm.path).register_forward_pre_hook(recorder.before))
+            handles.append(home.get_submodule(recorder.norm.path).register_forward_hook(recorder.after))
+        for path in self._projections:
+            hook = partial(self.after_projection, path)
+            handles.append(attention.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
         return handles
 
     def before(self, attention: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Forward pre-hook of attention: records weights and rotation, which may exist only while it runs."""
-        if self.paused:
+        """Forward pre-hook of attention: records the rotation."""
+        if self.paused or recomputing():
             return
-        # A recomputation forms the sums with LoRA too, since it must save as many tensors as the pass that it repeats.
-        weights = {path: effective_weight(attention.get_submodule(path)) for path in self._projections}
-        if recomputing():
-            return
+        if "query" in self.tensors:
+            raise CaptureError(
+                f"layer {self.index} must run once in a forward pass, received a second call; use a model that does "
+                "not repeat its layers."
+            )
         if is_replica(attention):
             raise CaptureError(
                 f"layer {self.index} must run in one process per device, received a thread of torch.nn.DataParallel; "
@@ -122,9 +140,22 @@ class LayerRecorder(_Recorder):
                 f"layer {self.index} must write into a cache without empty slots, received a {type(cache).__name__} "
                 "of fixed size; use a DynamicCache."
             )
-        self.tensors.update(weights)
         if self.rotates and kwargs.get("position_embeddings") is not None:
             self.tensors["cos"], self.tensors["sin"] = kwargs["position_embeddings"]
+
+    def after_projection(self, path: str, layer: nn.Module, _args: tuple, kwargs: dict, _output: Tensor) -> None:
+        """Forward hook of a projection: records the weight that it used, which its own pre-hooks may compute."""
+        if self.paused:
+            return
+        if kwargs.get("adapter_names") is not None:
+            raise CaptureError(
+                f"layer {self.index} must use one adapter for the whole batch, received adapter_names; call "
+                "set_adapter and run the rows of each adapter alone."
+            )
+        # A recomputation forms the sums with LoRA too, since it must save as many tensors as the pass that it repeats.
+        weight = effective_weight(layer)
+        if not recomputing():
+            self.tensors[path] = weight
 
     @property
     def _projections(self) -> tuple[str, ...]:
@@ -150,3 +181,19 @@ class LayerRecorder(_Recorder):
 
 def _number(module: nn.Module, attribute: str) -> float:
     return float(getattr(module, attribute)) if attribute else 1.0
+
+
+def _described(norm: Norm, module: nn.Module, owner: nn.Module) -> Norm:
+    """The table entry, or that of a norm of torch which somebody put in the place of the family's."""
+    kind = type(module)
+    if not is_patched(module):
+        for torch_norm in (nn.LayerNorm, nn.RMSNorm):
+            if kind.forward is torch_norm.forward and len(module.normalized_shape) == 1:  # type: ignore[arg-type]
+                return replace(norm, centered=torch_norm is nn.LayerNorm, gain_offset=0.0, epsilon="eps")
+        if kind.__module__ == type(owner).__module__:
+            return norm
+    raise UnsupportedModelError(
+        f"{type(owner).__name__} must have a norm of its own family, torch.nn.LayerNorm or torch.nn.RMSNorm over one "
+        f"dimension at {norm.path!r}, received {kind.__module__}.{kind.__name__}"
+        f"{' with a forward of its own' if is_patched(module) else ''}; use one of these."
+    )

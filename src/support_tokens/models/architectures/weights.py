@@ -6,10 +6,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
 
 from support_tokens.errors import UnsupportedModelError
 from support_tokens.margins.linalg import full_precision
-from support_tokens.models.compat import is_offloaded
+from support_tokens.models.compat import is_offloaded, is_patched
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -19,7 +21,8 @@ def effective_weight(layer: nn.Module) -> Tensor:
 
     $$ W = W_0 + \sum_{\text{active adapters}} \frac{\alpha}{r} B A $$
 
-    for a layer with LoRA adapters (dropout on their input is noise and left out), $W_0$ alone otherwise.
+    for a layer with LoRA adapters (dropout on their input is noise and left out), $W_0$ alone otherwise. Call it after
+    the layer: pruning and hook-based norms compute the weight in a pre-hook of the layer.
 
     Args:
         layer: `torch.nn.Linear`, the `Conv1D` of transformers (stored transposed), or a LoRA layer of PEFT around one.
@@ -28,7 +31,8 @@ def effective_weight(layer: nn.Module) -> Tensor:
         `(out, in)` in the dtype of the layer, or float32 where a 16-bit weight carries an adapter.
 
     Raises:
-        UnsupportedModelError: The layer is quantised, sharded, or adapted in another way than by plain LoRA.
+        UnsupportedModelError: The layer is quantised, sharded, has a forward of its own, or is adapted in another way
+            than by plain LoRA.
 
     Example:
         >>> effective_weight(nn.Linear(3, 2, bias=False)).shape
@@ -58,7 +62,7 @@ def outlives_forward(tensor: Tensor) -> Tensor:
 
 
 def _stored_transposed(layer: nn.Module) -> bool:
-    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+    return isinstance(layer, Conv1D)
 
 
 def _lora_weight(layer: nn.Module) -> Tensor:
@@ -99,8 +103,18 @@ def _check(layer: nn.Module, weight: object) -> None:
             f"{kind} holds its weight as {type(weight).__name__} where a whole, plain matrix is required; load the "
             "model without quantisation and without tensor parallelism."
         )
-    if not isinstance(layer, nn.Linear) and not _stored_transposed(layer):
+    if type(layer).forward not in (nn.Linear.forward, Conv1D.forward) or is_patched(layer):
         raise UnsupportedModelError(
-            f"{kind} is a projection of attention of an unknown kind where torch.nn.Linear is required; replace "
-            "it by one."
+            f"{kind} must compute a projection of attention by the forward of torch.nn.Linear, received a forward of "
+            "its own; replace the layer by a torch.nn.Linear."
         )
+    stateful = parametrize.is_parametrized(layer, "weight") and _has_buffers(layer)
+    if stateful and layer.training:
+        raise UnsupportedModelError(
+            f"{kind} must have a weight that reading does not change, received a parametrization with buffers in "
+            "training (spectral norm, for example); use torch.nn.utils.spectral_norm, or evaluation mode."
+        )
+
+
+def _has_buffers(layer: nn.Module) -> bool:
+    return next(layer.get_submodule("parametrizations.weight").buffers(), None) is not None
