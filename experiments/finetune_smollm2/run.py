@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from support_tokens import BarrierCallback, attach_barrier, model_margins
+from support_tokens import RegularizerCallback, attach_barrier, model_margins
 from support_tokens.files import versions, write_json
 from support_tokens.training import load_corpus
 
@@ -90,7 +90,7 @@ def fine_tune(folder: Path, data: Blocks, held_out: torch.Tensor, *, lora: bool,
     )
     trainer.remove_callback(PrinterCallback)
     if handle is not None:
-        BarrierCallback(handle).follow(trainer)
+        RegularizerCallback(handle).follow(trainer)
     trainer.train()
     last = handle.last if handle is not None else {}
     if handle is not None:

@@ -22,7 +22,7 @@ from support_tokens.files import write_json
 from support_tokens.law import EmbeddingPrior, barrier_concentration
 from support_tokens.law.filtering import CategoricalEmission, ParticleFilter
 from support_tokens.models import encode, load_small_gpt
-from support_tokens.regularizers import parse_arm
+from support_tokens.regularizers import parse_regularizer
 from support_tokens.training import load_corpus, plan_from_config, train
 
 HERE = Path(__file__).parent
@@ -139,7 +139,7 @@ def main() -> None:
     torch.set_num_threads(1)
     plan = plan_from_config(config["plan"])
     corpus = load_corpus(config["corpus"], plan.context)
-    trained = train(plan, corpus, parse_arm(config["arm"]), runs, resume=(runs / "config.json").exists())
+    trained = train(plan, corpus, parse_regularizer(config["arm"]), runs, resume=(runs / "config.json").exists())
     model, tokenizer = load_small_gpt(runs)
     table = model.get_input_embeddings().weight.detach().double()
     parts = {split: encode(tokenizer, getattr(corpus, split)) for split in config["sequences"]}

@@ -19,7 +19,6 @@ cli            the command line, one verb a file
 __all__ = [
     "ArgumentError",
     "AttentionState",
-    "BarrierCallback",
     "BarrierHandle",
     "CaptureError",
     "DataError",
@@ -31,6 +30,8 @@ __all__ = [
     "NumericalError",
     "NumericalWarning",
     "ParticleFilter",
+    "RegularizerCallback",
+    "RegularizerHandle",
     "RobustnessReport",
     "RunFolderError",
     "Slogdet",
@@ -39,6 +40,7 @@ __all__ = [
     "UnsupportedModelError",
     "WarmupSchedule",
     "analyze",
+    "attach",
     "attach_barrier",
     "attached_barriers",
     "attention_margins",
@@ -85,8 +87,8 @@ if TYPE_CHECKING:
         sigma_min,
     )
     from support_tokens.models import capture_attention, model_margins
+    from support_tokens.regularizers import RegularizerCallback, RegularizerHandle, attach
     from support_tokens.regularizers.barrier import (
-        BarrierCallback,
         BarrierHandle,
         MarginController,
         WarmupSchedule,
@@ -98,7 +100,9 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "AttentionState": "margins",
-    "BarrierCallback": "regularizers.barrier",
+    "RegularizerCallback": "regularizers",
+    "RegularizerHandle": "regularizers",
+    "attach": "regularizers",
     "BarrierHandle": "regularizers.barrier",
     "EmbeddingLaw": "law",
     "EmbeddingPrior": "law",

@@ -46,7 +46,7 @@ def test_loss_is_cross_entropy_plus_weight_times_the_textbook_penalty(kind: str,
     assert handle.last["ce"] == pytest.approx(bare.item(), abs=1e-10)
     assert handle.last["log_margin_mean"] == pytest.approx(-expected.item(), abs=1e-10)
     assert handle.last["log_margin_min"] <= handle.last["log_margin_mean"]
-    assert 0 <= handle.last["negative_share"] <= 1
+    assert 0 <= handle.last["negative_fraction"] <= 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,9 +208,9 @@ def test_the_law_is_saved_apart_and_taken_up_again() -> None:
     other.load_state_dict(handle.state_dict())
     assert other.step == 1
     assert torch.equal(first(**data).loss, second(**data).loss)
-    with pytest.raises(ArgumentError, match="attach the barrier with the options it was saved with"):
+    with pytest.raises(ArgumentError, match="attach the regularizer with the options it was saved with"):
         other.load_state_dict(attached(language_model(), rank=2).state_dict())
-    with pytest.raises(ArgumentError, match="law of shapes"):
+    with pytest.raises(ArgumentError, match="the state must have the shapes"):
         attached(language_model(), "model").load_state_dict(handle.state_dict())
 
 
@@ -321,7 +321,7 @@ def test_support_positions_are_exact_margins_of_each_layers_candidates(kind: str
         margins = state_margins(state, positions=support_candidates(state, 2))
         expected -= ((margins.log_abs_det.mean(-1) * counts).sum() / counts.sum()).item() / len(layers)
     handle = attached(model, "model", layer=layer, positions="support", candidates=2)
-    assert model(**data).loss.item() == pytest.approx(handle.last["ce"] + handle.present_weight * expected, abs=1e-10)
+    assert model(**data).loss.item() == pytest.approx(handle.last["ce"] + handle.current_weight * expected, abs=1e-10)
     again = handle.last["penalty"]
     model(**data)
     assert handle.last["penalty"] == again

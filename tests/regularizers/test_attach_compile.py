@@ -99,7 +99,7 @@ def test_a_controller_goes_its_way_in_a_compiled_model() -> None:
         compiled = torch.compile(model, backend="eager") if compiling else model
         for n in range(4):
             step(compiled, model, handle, n)
-        weights.append(handle.present_weight)
+        weights.append(handle.current_weight)
     assert weights[1] == pytest.approx(weights[0], rel=1e-5) != pytest.approx(0.1)
 
 
@@ -129,5 +129,5 @@ def test_losses_without_the_penalty_are_noticed_in_a_compiled_model_too() -> Non
     # Compiled code has no hooks on gradients; the second pass falls back to code that has.
     compiled(input_ids=ids).logits.sum().backward()
     loss = compiled(input_ids=ids).logits.sum()
-    with pytest.raises(CaptureError, match="does not hold the penalty of the barrier"):
+    with pytest.raises(CaptureError, match="does not hold the penalty of the regularizer"):
         loss.backward()

@@ -122,7 +122,7 @@ def test_sixteen_bits_around_leave_the_linear_algebra_in_32(kind: str, source: s
     model, data = language_model(kind, dtype=torch.bfloat16 if pure else torch.float32), batch(padding="left")
     handle = attached(model, source, weight=0.5)
     kept: list = []
-    barrier = model.support_tokens.barrier_0
+    barrier = model.support_tokens.term_0
     inner = barrier._note
     barrier._note = lambda margins, penalty: (kept.extend(m.log_abs_det for m in margins), inner(margins, penalty))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not pure):
@@ -198,7 +198,7 @@ def test_a_mask_that_the_law_cannot_read_is_refused() -> None:
     model, data = language_model("llama"), batch(2, 6)
     attached(model)
     square = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
-    with pytest.raises(CaptureError, match=r"not of shape \(B, T\)"):
+    with pytest.raises(CaptureError, match=r"of shape \(B, T\)"):
         model(**data, attention_mask=square)
     model.eval()(**data, attention_mask=square)
 

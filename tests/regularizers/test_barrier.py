@@ -12,8 +12,7 @@ from torch.testing import assert_close
 from barrier_models import attached, batch, language_model
 from naive import textbook_slogdet
 from support_tokens import ArgumentError, MarginController, WarmupSchedule, attention_margins
-from support_tokens.law import EmbeddingPrior
-from support_tokens.regularizers.barrier import PENALTIES, per_token_penalty, sample_positions, weighted_mean
+from support_tokens.regularizers.barrier import PENALTIES, margin_penalty, sample_positions, token_weights
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 
@@ -27,54 +26,35 @@ def example(seed: int = 0, batch: int = 2, length: int = 6, width: int = 4):
 @given(st.integers(0, 10_000), st.floats(-2, 2))
 def test_penalties_are_their_formulas(seed: int, target: float) -> None:
     x, w_q, w_k = example(seed)
-    margins = attention_margins(x, w_q, w_k)
+    margins = attention_margins(x, w_q, w_k).log_abs_det
     log_abs_det = torch.stack([textbook_slogdet(row, w_q, w_k)[1] for row in x])
-    error = x.square().sum(-1)
     close = {"rtol": 1e-9, "atol": 1e-9}
-    assert_close(per_token_penalty(margins, "log"), -log_abs_det, **close)
+    assert_close(margin_penalty("log")(margins), -log_abs_det, **close)
+    assert_close(margin_penalty("map")(margins), -log_abs_det, **close)
     hinge = torch.tensor([[max(0.0, target - v) for v in row] for row in log_abs_det.tolist()], dtype=torch.float64)
-    assert_close(per_token_penalty(margins, "hinge", target_margin=target), hinge, **close)
-    found = per_token_penalty(margins, "map", squared_error=error, noise_scale=0.7)
-    assert_close(found, error / (2 * 0.49) - log_abs_det, **close)
-
-
-def test_the_map_penalty_is_the_negative_log_density_up_to_a_constant() -> None:
-    x, *_ = example()
-    law = EmbeddingPrior(4, noise_scale=0.6).double()
-    error = (x - law.mean(x)).square().sum(-1)
-    penalty = per_token_penalty(law.margins(x), "map", squared_error=error, noise_scale=law.noise_scale).sum(-1)
-    constant = 6 * 4 * (0.5 * math.log(2 * math.pi) + law.log_noise_scale.item())
-    assert_close(penalty, -law.log_prob(x) - constant, rtol=1e-9, atol=1e-9)
+    assert_close(margin_penalty("hinge", target)(margins), hinge, **close)
 
 
 def test_the_hinge_pulls_at_support_tokens_only() -> None:
     x, w_q, w_k = example()
     margins = attention_margins(x, w_q, w_k)
     target = margins.log_abs_det.detach().flatten().median().item() + 1e-9
-    penalty = per_token_penalty(margins, "hinge", target_margin=target)
+    penalty = margin_penalty("hinge", target)(margins.log_abs_det)
     (pull,) = torch.autograd.grad(penalty.sum(), margins.log_abs_det)
     assert torch.equal(pull != 0, margins.log_abs_det < target)
     assert torch.equal(pull[pull != 0], -torch.ones_like(pull[pull != 0]))
 
 
 def test_unknown_penalties_are_refused() -> None:
-    x, w_q, w_k = example()
-    margins = attention_margins(x, w_q, w_k)
     with pytest.raises(ArgumentError, match="penalty must be one of log, hinge, map, received 'ridge'"):
-        per_token_penalty(margins, "ridge")
-    with pytest.raises(ArgumentError, match=r"\|x - mu\|\^2"):
-        per_token_penalty(margins, "map")
+        margin_penalty("ridge")
     assert PENALTIES == ("log", "hinge", "map")
 
 
-def test_the_weighted_mean_is_the_mean_over_valid_tokens_for_shares_of_tokens() -> None:
+def test_token_weights_make_the_mean_over_valid_tokens_of_shares_of_tokens() -> None:
     valid = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-    per_token = torch.tensor([[1.0, 2.0, 6.0], [5.0, math.nan, math.inf], [math.nan] * 3], requires_grad=True)
     share = valid.sum(-1) / valid.sum()
-    mean = weighted_mean(per_token, valid, share)
-    assert mean.item() == pytest.approx((1 + 2 + 6 + 5) / 4)
-    mean.backward()
-    assert_close(per_token.grad, valid / 4, **EXACT)
+    assert_close(token_weights(valid, share), valid / 4)
 
 
 def draws(valid: torch.Tensor, count: int):
@@ -95,15 +75,15 @@ def test_the_mean_over_all_draws_is_the_full_value_and_gradient(count: int, pena
     valid = torch.tensor([[True] * 6, [False, False, True, True, True, True], [True, True, False, False, False, False]])
     share = valid.sum(-1).double() / valid.sum()
     full_margins = attention_margins(x, w_q, w_k, key_padding_mask=~valid)
-    everything = per_token_penalty(full_margins, penalty, target_margin=0.3)
-    full = weighted_mean(everything, valid, share)
+    everything = margin_penalty(penalty, 0.3)(full_margins.log_abs_det)
+    full = (token_weights(valid, share) * everything).sum()
     estimate = torch.zeros((), dtype=torch.float64)
     for row, choices in enumerate(draws(valid, count)):
         for positions in choices:
             index = torch.tensor([positions])
             part = everything[row : row + 1].gather(1, index)
             mask = valid[row : row + 1].gather(1, index)
-            estimate = estimate + weighted_mean(part, mask, share[row : row + 1]) / len(choices)
+            estimate = estimate + (token_weights(mask, share[row : row + 1]) * part).sum() / len(choices)
     assert_close(estimate, full, **EXACT)
     by_draws = torch.autograd.grad(estimate, (x, w_q, w_k), retain_graph=True)
     by_all = torch.autograd.grad(full, (x, w_q, w_k))

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from barrier_models import VOCABULARY, attached, batch, language_model
 from support_tokens import (
     ArgumentError,
-    BarrierCallback,
     CaptureError,
     MarginController,
+    RegularizerCallback,
     RunFolderError,
     WarmupSchedule,
 )
-from support_tokens.regularizers.barrier.callback import _FILE
+from support_tokens.regularizers.callback import FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
-FIGURES = ("ce", "penalty", "log_margin_mean", "log_margin_min", "negative_share", "weight")
+FIGURES = ("ce", "penalty", "log_margin_mean", "log_margin_min", "negative_fraction", "weight")
 
 
 class Rows(torch.utils.data.Dataset):
@@ -68,7 +68,7 @@ def trainer(folder: Path, source: str = "prior", weight=0.3, barrier: dict | Non
 def test_figures_reach_logs_and_tensorboard(tmp_path: Path, source: str, monkeypatch) -> None:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     made, handle = trainer(tmp_path, source, report_to=["tensorboard"])
-    BarrierCallback(handle).follow(made)
+    RegularizerCallback(handle).follow(made)
     made.train()
     logs = [row for row in made.state.log_history if "loss" in row]
     assert len(logs) == 4
@@ -88,7 +88,7 @@ def test_figures_reach_logs_and_tensorboard(tmp_path: Path, source: str, monkeyp
 
 def test_evaluation_is_logged_without_figures_and_without_penalty(tmp_path: Path) -> None:
     made, handle = trainer(tmp_path)
-    BarrierCallback(handle).follow(made)
+    RegularizerCallback(handle).follow(made)
     with_barrier = made.evaluate()
     handle.remove()
     assert with_barrier["eval_loss"] == made.evaluate()["eval_loss"]
@@ -111,7 +111,7 @@ def test_accumulation_by_the_trainer_makes_no_difference(tmp_path: Path, split: 
             train_sampling_strategy="sequential",
         )
         made.train_dataset = Rows(12)
-        BarrierCallback(handle).follow(made)
+        RegularizerCallback(handle).follow(made)
         made.train()
         assert handle.step == 2
         found.append({name: p.detach().clone() for name, p in made.model.named_parameters()})
@@ -141,7 +141,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     ends, logs = [], []
     for resumed in (False, True):
         made, handle = trainer(tmp_path, source, fresh(), barrier, save_strategy="steps", save_steps=2)
-        BarrierCallback(handle).follow(made)
+        RegularizerCallback(handle).follow(made)
         if resumed:
             shutil.rmtree(tmp_path / "checkpoint-4")
         point = explicit if isinstance(explicit, bool) else str(tmp_path / explicit)
@@ -157,11 +157,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 
 def test_a_checkpoint_of_the_trainer_is_a_stock_one_with_the_law_beside(tmp_path: Path) -> None:
     made, handle = trainer(tmp_path, save_strategy="steps", save_steps=4)
-    BarrierCallback(handle).follow(made)
+    RegularizerCallback(handle).follow(made)
     made.train()
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4", output_loading_info=True)
     assert not any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
-    law = load_file(tmp_path / "checkpoint-4" / _FILE)
+    law = load_file(tmp_path / "checkpoint-4" / FILE)
     assert torch.equal(law["law.w_q"], handle.law.w_q)
     assert not list((tmp_path / "checkpoint-4").glob(".*"))
 
@@ -171,25 +171,25 @@ def test_the_law_in_a_checkpoint_has_the_mode_of_an_ordinary_file(tmp_path: Path
     made, handle = trainer(tmp_path)
     before = os.umask(mask)
     try:
-        BarrierCallback(handle).on_save(made.args, made.state, made.control)
+        RegularizerCallback(handle).on_save(made.args, made.state, made.control)
     finally:
         os.umask(before)
-    (law,) = tmp_path.glob(f"checkpoint-*/{_FILE}")
+    (law,) = tmp_path.glob(f"checkpoint-*/{FILE}")
     assert law.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_a_checkpoint_without_the_law_or_with_another_is_refused(tmp_path: Path) -> None:
     made, handle = trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
-    BarrierCallback(handle).follow(made)
+    RegularizerCallback(handle).follow(made)
     made.train()
-    law = tmp_path / "checkpoint-2" / _FILE
+    law = tmp_path / "checkpoint-2" / FILE
     for damage, words in (
-        (lambda: law.write_bytes(law.read_bytes()[:40]), "must hold the law of this barrier"),
-        (law.unlink, f"must hold {_FILE}"),
+        (lambda: law.write_bytes(law.read_bytes()[:40]), "must hold the state of these regularizers"),
+        (law.unlink, f"must hold {FILE}"),
     ):
         damage()
         made, handle = trainer(tmp_path)
-        BarrierCallback(handle).follow(made)
+        RegularizerCallback(handle).follow(made)
         with pytest.raises(RunFolderError, match=words):
             made.train(resume_from_checkpoint=True)
 
@@ -199,8 +199,8 @@ def test_an_optimizer_made_before_the_barrier_is_refused(tmp_path: Path) -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = attached(model)
     made = Trainer(model=model, args=arguments(tmp_path), train_dataset=Rows(), optimizers=(optimizer, None))
-    made.add_callback(BarrierCallback(handle))
-    with pytest.raises(ArgumentError, match="after attach_barrier"):
+    made.add_callback(RegularizerCallback(handle))
+    with pytest.raises(ArgumentError, match="make it, or the Trainer, after attaching"):
         made.train()
 
 
@@ -230,18 +230,18 @@ def test_a_loss_that_the_trainer_computes_holds_the_penalty_or_is_refused(
         return made, handle
 
     made, handle = made_and_handle(0.1)
-    made.add_callback(BarrierCallback(handle))
-    with pytest.raises(CaptureError, match=r"BarrierCallback\(handle\).follow\(trainer\)"):
+    made.add_callback(RegularizerCallback(handle))
+    with pytest.raises(CaptureError, match=r"RegularizerCallback\(handle\).follow\(trainer\)"):
         made.train()
 
     made, handle = made_and_handle(1e-9)  # so little that the loss is that of the model
-    BarrierCallback(handle).follow(made)
-    BarrierCallback(handle).follow(made)  # twice is once
+    RegularizerCallback(handle).follow(made)
+    RegularizerCallback(handle).follow(made)  # twice is once
     made.train()
     reference, other = trainer(
         tmp_path, source, optim="sgd", gradient_accumulation_steps=2, max_grad_norm=0.0, max_steps=2
     )
-    BarrierCallback(other).follow(reference)
+    RegularizerCallback(other).follow(reference)
     reference.train()
     expected = dict(reference.model.named_parameters())
     for name, parameter in made.model.named_parameters():
@@ -251,12 +251,12 @@ def test_a_loss_that_the_trainer_computes_holds_the_penalty_or_is_refused(
 
 def test_a_step_without_the_penalty_is_refused_even_without_a_gradient_in_the_model(tmp_path: Path) -> None:
     made, handle = trainer(tmp_path)
-    made.add_callback(BarrierCallback(handle))
+    made.add_callback(RegularizerCallback(handle))
     blind = language_model(dtype=torch.float32)  # what trains is another model
     made.compute_loss = lambda model, inputs, **_: blind(**inputs).loss + 0 * next(model.parameters()).sum()
-    with pytest.raises(CaptureError, match="was made without the penalty of the barrier"):
+    with pytest.raises(CaptureError, match="was made without the penalty of the regularizer"):
         made.train()
     made, handle = trainer(tmp_path)
-    made.add_callback(BarrierCallback(handle))
+    made.add_callback(RegularizerCallback(handle))
     handle.remove()
     made.train()

@@ -16,7 +16,7 @@ import torch
 from support_tokens.cli import main
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.files import write_json
-from support_tokens.regularizers import arm_config, arm_label, parse_arm
+from support_tokens.regularizers import parse_regularizer, regularizer_config, regularizer_label
 from support_tokens.report.records import RobustnessReport
 from support_tokens.robustness import Bootstrap, EvaluationData, Measurement, compare
 from support_tokens.robustness import evaluate as measuring
@@ -183,10 +183,12 @@ def test_the_command_prints_the_table(preset, whole, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_of_the_package_can_be_used(name):
     preset = load_preset(name)
-    assert all(parse_arm(arm) for arm in preset.arms) and preset.barrier in preset.arms and preset.path[0] == "ce"
+    assert (
+        all(parse_regularizer(arm) for arm in preset.arms) and preset.barrier in preset.arms and preset.path[0] == "ce"
+    )
     if name == "paper":
         assert len(preset.seeds) >= 5 and 1.0 in preset.sigmas
-        weights = [getattr(parse_arm(arm), "weight", 0.0) for arm in preset.path]
+        weights = [getattr(parse_regularizer(arm), "weight", 0.0) for arm in preset.path]
         assert weights == sorted(weights) and weights[:2] == [0.0, 0.005] and weights[-1] == 0.5
 
 
@@ -204,7 +206,7 @@ def test_presets_of_the_experiments_can_be_used(path):
     [
         ({"arms": ()}, "must have arms and seeds"),
         ({"arms": ("ce", "ce")}, "each once"),
-        ({"arms": ("cee",), "path": (), "barrier": ""}, "there is no arm 'cee'"),
+        ({"arms": ("cee",), "path": (), "barrier": ""}, "a regularizer must be one of ce, .*, received 'cee'"),
         ({"seeds": (1, 1)}, "each once"),
         ({"plan": {"seed": 1}}, "has no seed"),
         ({"plan": {"steps": -1}}, "steps must be"),
@@ -230,7 +232,7 @@ def synthetic(clean: dict[str, float], slope: dict[str, float], seeds: int = 5) 
     data = EvaluationData(torch.zeros(16, 9, dtype=torch.long), characters=1)
     hard = np.linspace(-0.2, 0.2, 16)
     measured = {
-        arm_label(parse_arm(arm)): [
+        regularizer_label(parse_regularizer(arm)): [
             Measurement(
                 {
                     p.name: 8 * np.log(2) * (clean[arm] + hard + slope[arm] * p.strength + rng.normal(0, 0.002, 16))
@@ -246,7 +248,9 @@ def synthetic(clean: dict[str, float], slope: dict[str, float], seeds: int = 5) 
 
 
 def config_of(arms) -> dict:
-    return {"arms": {arm_label(parse_arm(arm)): arm_config(parse_arm(arm)) for arm in arms}}
+    return {
+        "arms": {regularizer_label(parse_regularizer(arm)): regularizer_config(parse_regularizer(arm)) for arm in arms}
+    }
 
 
 def status(report: RobustnessReport, preset: Preset) -> dict[str, str]:
@@ -300,11 +304,11 @@ def test_contests_keep_to_equal_cost_and_to_the_interval():
     [("ce", "none"), ("barrier", "law"), ("noise:scale=0.3", "rival"), ("smart:weight=0.1+barrier", "law")],
 )
 def test_what_an_arm_is_does_not_follow_from_its_label(arm, kind):
-    assert arm_kind(arm_config(parse_arm(arm))) == kind
+    assert arm_kind(regularizer_config(parse_regularizer(arm))) == kind
 
 
 def test_a_control_that_states_its_kind_is_on_the_side_of_the_rivals(monkeypatch):
-    monkeypatch.setattr(contest.ARMS["noise"], "kind", "control", raising=False)
+    monkeypatch.setattr(contest.REGULARIZERS["noise"], "kind", "control")
     assert arm_kind({"name": "noise"}) == "control"
     clean, slope = {"ce": 2.0, "barrier": 2.0, "noise": 2.0}, {"ce": 2.0, "barrier": 1.8, "noise": 1.5}
     (absolute, _) = contests(synthetic(clean, slope))
@@ -320,7 +324,7 @@ def test_a_contest_is_chosen_on_other_sequences_than_it_is_judged_on():
     arms = ("ce", "noise:scale=0.3", "barrier:weight=0.01", "barrier:weight=0.1")
     lead = dict(zip(arms, (0.0, 0.0, luck, -luck), strict=True))
     measured = {
-        arm_label(parse_arm(arm)): [
+        regularizer_label(parse_regularizer(arm)): [
             Measurement(
                 {p.name: 16 * np.log(2) * (2 + p.strength * (1 + lead[arm]) + noise[i]) for p in chosen.items}, 1.0
             )

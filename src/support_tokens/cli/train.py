@@ -25,13 +25,15 @@ def train(
     **plan: Any,
 ) -> None:
     """Train SmallGPT on a text with one regularizer."""
-    from support_tokens.regularizers import parse_arm
+    from support_tokens.regularizers import parse_regularizer
     from support_tokens.training import TrainingPlan, load_corpus
     from support_tokens.training import train as run
 
     chosen = TrainingPlan(**plan)
     corpus = load_corpus(data, chosen.context)
     with interruptible("interrupted; --resume continues from the last checkpoint."):
-        result = run(chosen, corpus, parse_arm(arm), output, resume=resume, force=force, tensorboard=tensorboard)
+        result = run(
+            chosen, corpus, parse_regularizer(arm), output, resume=resume, force=force, tensorboard=tensorboard
+        )
     print(result.sentence)
     print(f"Run folder: {result.folder}")

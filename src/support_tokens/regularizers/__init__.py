@@ -1,35 +1,43 @@
-"""What is added to cross-entropy: the barrier and its relatives, and their rivals."""
+"""What is added to cross-entropy on any causal model: the barrier and its relatives, and their rivals."""
 
 __all__ = [
-    "ARMS",
-    "SMART",
-    "Arm",
-    "Attachment",
+    "ALUM",
+    "REGULARIZERS",
+    "SAM",
+    "SDBN",
     "Barrier",
-    "Combined",
-    "ConditionPenalty",
     "CrossEntropy",
     "EmbeddingDecay",
     "EmbeddingDropout",
     "EmbeddingScale",
-    "HeldMargin",
-    "InvariantBarrier",
-    "LawNoise",
+    "ExtraPass",
+    "FreeLB",
     "NEFTune",
-    "Penalty",
-    "Posterior",
+    "Noise",
+    "Pass",
     "RDrop",
+    "Regularizer",
+    "RegularizerCallback",
+    "RegularizerHandle",
+    "ScaleFreeBarrier",
     "SigmaReparam",
+    "Smart",
     "SpectralNorm",
-    "TrainingNoise",
-    "Variational",
-    "arm_config",
-    "arm_from_config",
-    "arm_label",
-    "log_condition",
-    "parse_arm",
+    "Spread",
+    "Sum",
+    "TargetMargin",
+    "Term",
+    "attach",
+    "attached",
+    "check_options",
+    "option",
+    "parse_regularizer",
+    "parts_of",
+    "regularizer_config",
+    "regularizer_from_config",
+    "regularizer_label",
     "repulsive_state",
-    "through_law",
+    "token_spread",
 ]
 
 from typing import TYPE_CHECKING
@@ -37,44 +45,63 @@ from typing import TYPE_CHECKING
 from support_tokens._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from support_tokens.regularizers.barriers import Barrier, HeldMargin, InvariantBarrier, repulsive_state
-    from support_tokens.regularizers.base import Arm, Attachment, CrossEntropy, Penalty
-    from support_tokens.regularizers.combined import Combined
-    from support_tokens.regularizers.condition import ConditionPenalty, log_condition
-    from support_tokens.regularizers.consistency import SMART, RDrop
-    from support_tokens.regularizers.noise import EmbeddingDropout, LawNoise, NEFTune, TrainingNoise, through_law
-    from support_tokens.regularizers.registry import ARMS, arm_config, arm_from_config, arm_label, parse_arm
-    from support_tokens.regularizers.variational import Posterior, Variational
+    from support_tokens.regularizers.adversarial import ALUM, SDBN, FreeLB, Smart
+    from support_tokens.regularizers.attaching import attach, attached
+    from support_tokens.regularizers.barriers import Barrier, ScaleFreeBarrier, TargetMargin, repulsive_state
+    from support_tokens.regularizers.base import CrossEntropy, Regularizer, Sum, Term, parts_of
+    from support_tokens.regularizers.callback import RegularizerCallback
+    from support_tokens.regularizers.consistency import RDrop
+    from support_tokens.regularizers.handle import RegularizerHandle
+    from support_tokens.regularizers.noise import EmbeddingDropout, NEFTune, Noise
+    from support_tokens.regularizers.options import check_options, option
+    from support_tokens.regularizers.passes import ExtraPass, Pass
+    from support_tokens.regularizers.registry import (
+        REGULARIZERS,
+        parse_regularizer,
+        regularizer_config,
+        regularizer_from_config,
+        regularizer_label,
+    )
+    from support_tokens.regularizers.sharpness import SAM
+    from support_tokens.regularizers.spread import Spread, token_spread
     from support_tokens.regularizers.weights import EmbeddingDecay, EmbeddingScale, SigmaReparam, SpectralNorm
 
 __getattr__ = lazy_exports(
     __name__,
     {
+        "ALUM": "adversarial",
+        "SDBN": "adversarial",
+        "FreeLB": "adversarial",
+        "Smart": "adversarial",
+        "attach": "attaching",
+        "attached": "attaching",
         "Barrier": "barriers",
-        "HeldMargin": "barriers",
-        "InvariantBarrier": "barriers",
+        "ScaleFreeBarrier": "barriers",
+        "TargetMargin": "barriers",
         "repulsive_state": "barriers",
-        "Arm": "base",
-        "Attachment": "base",
         "CrossEntropy": "base",
-        "Penalty": "base",
-        "Combined": "combined",
-        "ConditionPenalty": "condition",
-        "log_condition": "condition",
+        "Regularizer": "base",
+        "Sum": "base",
+        "Term": "base",
+        "parts_of": "base",
+        "RegularizerCallback": "callback",
         "RDrop": "consistency",
-        "SMART": "consistency",
+        "RegularizerHandle": "handle",
         "EmbeddingDropout": "noise",
-        "LawNoise": "noise",
         "NEFTune": "noise",
-        "TrainingNoise": "noise",
-        "through_law": "noise",
-        "ARMS": "registry",
-        "arm_config": "registry",
-        "arm_from_config": "registry",
-        "arm_label": "registry",
-        "parse_arm": "registry",
-        "Posterior": "variational",
-        "Variational": "variational",
+        "Noise": "noise",
+        "check_options": "options",
+        "option": "options",
+        "ExtraPass": "passes",
+        "Pass": "passes",
+        "REGULARIZERS": "registry",
+        "parse_regularizer": "registry",
+        "regularizer_config": "registry",
+        "regularizer_from_config": "registry",
+        "regularizer_label": "registry",
+        "SAM": "sharpness",
+        "Spread": "spread",
+        "token_spread": "spread",
         "EmbeddingDecay": "weights",
         "EmbeddingScale": "weights",
         "SigmaReparam": "weights",

@@ -1,104 +1,188 @@
-"""The contract of a training arm, and the arm that does nothing."""
+"""The contract of regularizers: frozen values on one side, the terms that they put on a model on the other."""
 
-__all__ = ["Arm", "Attachment", "CrossEntropy", "Penalty", "option", "require"]
+__all__ = ["AT", "CrossEntropy", "Regularizer", "Sum", "Term", "parts_of"]
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from support_tokens.errors import ArgumentError
+from support_tokens.regularizers.options import check_options
 
-Penalty = Callable[[nn.Module, Mapping[str, Tensor], Any], Tensor]
-"""Called in train mode with model, batch and outputs: a term of the loss, the mean over the tokens of the batch."""
+if TYPE_CHECKING:
+    from support_tokens.models import Decoder
+    from support_tokens.regularizers.passes import Pass
+from support_tokens.regularizers.watcher import ForwardWatcher
 
+AT = ("clean", "noisy", "adversarial")
+"""Which embeddings a penalty may read: before training noise, after it, or those of the adversary beside it."""
 
-@dataclass(frozen=True)
-class Attachment:
-    """What an arm put on a model for one run.
-
-    Args:
-        remove: Leaves the model as it was, or, where the arm replaced weights by a function of others, with the weights
-            that function gives.
-        callbacks: What the Trainer calls for this arm.
-        save: Writes what the arm learned beside the model into a folder.
-        penalty: A term that joins the loss in train mode; None: none.
-        arguments: Arguments of the Trainer that this arm sets.
-    """
-
-    remove: Callable[[], None] = lambda: None
-    callbacks: tuple[TrainerCallback, ...] = ()
-    save: Callable[[Path], None] = lambda folder: None
-    penalty: Penalty | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+Kind = Literal["law", "rival", "control", "none"]
+"""Whether it follows from the paper's law, competes with it, or is there to tell scale from robustness."""
 
 
-@runtime_checkable
-class Arm(Protocol):
-    """A frozen dataclass of numbers and words with a name, a sentence, and a way to attach itself to a model.
+class Regularizer(ABC):
+    """A frozen dataclass of numbers and words that says what is added to cross-entropy.
 
-    A new arm is one such class and one line in `ARMS`; the command line and the configuration follow from its fields.
+    A new one is one such class and one line in `REGULARIZERS`; the command line and `config.json` follow from its
+    fields. Two are joined by `+`.
     """
 
     name: ClassVar[str]
+    kind: ClassVar[Kind]
+    summary: ClassVar[str]
 
-    @property
-    def summary(self) -> str:
-        """How the arm trains, in half a sentence."""
-        ...
+    def __post_init__(self) -> None:
+        check_options(self, f"regularizer '{self.name}': ")
 
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Changes how `model` trains; draws random numbers for its own set-up from `seed` alone, never globally."""
-        ...
+    @abstractmethod
+    def bind(self, site: "Decoder", watcher: "ForwardWatcher", seed: int) -> "Term":
+        """The term of this regularizer on one model.
+
+        Args:
+            site: Where regularizers act on the model.
+            watcher: Sees its forward passes.
+            seed: Seed of the term's own weights and draws.
+
+        Raises:
+            ArgumentError: An option does not fit the model.
+            UnsupportedModelError: The term could not act on this model.
+        """
+
+    def __add__(self, other: "Regularizer") -> "Sum":
+        return Sum((*parts_of(self), *parts_of(other)))
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
-    """The plain model.
+class Sum(Regularizer):
+    """Several regularizers in one run; their order makes no difference.
+
+    Args:
+        parts: Two or more regularizers, none of them a sum.
+
+    Raises:
+        ArgumentError: Fewer than two, or one twice.
 
     Example:
-        >>> CrossEntropy().attach(None, seed=0).callbacks
-        ()
+        >>> from support_tokens.regularizers import Noise, Spread
+        >>> (Spread() + Noise()) == (Noise() + Spread())
+        True
+    """
+
+    name: ClassVar[str] = "sum"
+    parts: tuple[Regularizer, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2 or any(isinstance(part, Sum) for part in self.parts):
+            raise ArgumentError(
+                f"a sum must be of two or more plain regularizers, received {len(self.parts)}; write for example "
+                "smart:weight=0.15+spread:weight=0.02."
+            )
+        if len(set(self.parts)) < len(self.parts):
+            raise ArgumentError(
+                f"a sum must name each regularizer once, received {' + '.join(p.name for p in self.parts)} with one "
+                "twice; raise its weight instead."
+            )
+        object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda p: (p.name, dataclasses.astuple(p)))))  # type: ignore[call-overload]
+
+    @property
+    def kind(self) -> Kind:  # type: ignore[override]
+        """`law` where a part is."""
+        kinds = {part.kind for part in self.parts}
+        return "law" if "law" in kinds else "rival" if "rival" in kinds else "control"
+
+    @property
+    def summary(self) -> str:  # type: ignore[override]
+        """The sentences of its parts."""
+        return "; and ".join(part.summary for part in self.parts)
+
+    def bind(self, site: "Decoder", watcher: "ForwardWatcher", seed: int) -> "Term":
+        """Never called: each part is bound by itself."""
+        raise TypeError("a sum is bound part by part")
+
+
+def parts_of(regularizer: Regularizer) -> tuple[Regularizer, ...]:
+    """The plain regularizers of a sum, or the one that it is."""
+    return regularizer.parts if isinstance(regularizer, Sum) else (regularizer,)
+
+
+class Term(nn.Module):
+    """What a regularizer put on one model; a module, so that optimiser, `to` and `deepcopy` reach its parameters.
+
+    Args:
+        name: Its name in figures.
+        weight: Weight of its penalty in the loss: a number, a schedule of the step, or a controller.
+        every: The penalty counts at every so many steps, with so many times its weight.
+    """
+
+    replaces_loss = False
+    """Whether its penalty is another loss minus the cross-entropy (adversarial training, SAM)."""
+    has_penalty = True
+    """Whether a loss must hold a penalty of it; False where it only changes embeddings or weights."""
+    runs_again = False
+    """Whether its penalty runs the model once more."""
+    changes_embeddings = False
+    """Whether it changes the embeddings in train mode."""
+    layers: tuple[int, ...] = ()
+    """Blocks whose attention it reads."""
+
+    def __init__(self, name: str, weight: Any = 1.0, every: int = 1) -> None:
+        super().__init__()
+        self.name, self.weight, self.every = name, weight, every
+        # On the host, and no buffers: to the compiler a number that changes at every step is a new program at every
+        # step, and one on the device would have to be waited for.
+        self.steps, self.counted = torch.tensor(0), torch.tensor(0)
+        self.record: dict[str, Tensor] = {}
+
+    def current_weight(self) -> float | Tensor:
+        """The weight at this step."""
+        return self.weight
+
+    def change(self, x: Tensor, valid: Tensor) -> Tensor:
+        """What becomes of the embeddings `(B, T, D)` in train mode; `valid` `(B, T)` is False at padding."""
+        return x
+
+    def penalty(self, forward: "Pass") -> Tensor:
+        """Mean penalty of a pass, a scalar with gradient, without its weight; figures go to `record`."""
+        raise NotImplementedError(f"{self.name} has no penalty")
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before every step of the optimiser that trains the model."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after every step of the optimiser that trains the model."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it learned or drew, by name, to be saved beside the model's checkpoint."""
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes up what `tensors` gave."""
+
+    def remove(self) -> None:
+        """Takes off what it put on the model's modules."""
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Regularizer):
+    """Cross-entropy alone.
+
+    Example:
+        >>> CrossEntropy().kind
+        'none'
     """
 
     name: ClassVar[str] = "ce"
+    kind: ClassVar[Kind] = "none"
     summary: ClassVar[str] = "cross-entropy alone"
 
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Leaves the model as it is."""
-        return Attachment()
-
-
-def option(
-    default: float | int | str, text: str, *, least: float = 0.0, most: float = math.inf, choices: tuple[str, ...] = ()
-) -> Any:
-    """A field of an arm: its default, its documentation and its bounds, or the words it may be."""
-    return field(default=default, metadata={"help": text, "least": least, "most": most, "choices": choices})
-
-
-def require(arm: Any) -> None:
-    """Checks every option of an arm against its bounds.
-
-    Raises:
-        ArgumentError: An option is not of its type, not finite, out of its bounds or none of its words.
-    """
-    for name, described in arm.__dataclass_fields__.items():
-        if not described.metadata:
-            continue  # name and summary
-        value, least, most = getattr(arm, name), described.metadata["least"], described.metadata["most"]
-        if choices := described.metadata["choices"]:
-            if value not in choices:
-                raise ArgumentError(f"arm '{arm.name}': {name} must be {' or '.join(choices)}, received {value!r}.")
-            continue
-        whole = described.type is int
-        fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not (fits and math.isfinite(value) and least <= value <= most):
-            kind = "whole" if whole else "finite"
-            bounds = f"of at least {least:g}" + (f" and at most {most:g}" if math.isfinite(most) else "")
-            raise ArgumentError(
-                f"arm '{arm.name}': {name} must be a {kind} number {bounds}, received {value!r}; pass such a number."
-            )
+    def bind(self, site: "Decoder", watcher: "ForwardWatcher", seed: int) -> Term:
+        """A term that does nothing."""
+        term = Term(self.name)
+        term.has_penalty = False
+        return term

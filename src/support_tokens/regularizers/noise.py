@@ -1,121 +1,73 @@
-"""Arms that disturb the embeddings in training: noise of several kinds, and dropout."""
+"""Regularizers that disturb the embeddings in training: Gaussian noise, NEFTune, dropout."""
 
-__all__ = ["EmbeddingDropout", "LawNoise", "NEFTune", "TrainingNoise"]
+__all__ = ["EmbeddingDropout", "NEFTune", "Noise"]
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from support_tokens.margins import JacobianBlocks, position_chunks
-from support_tokens.margins.linalg import each_matrix, full_precision
-from support_tokens.models import hook_embeddings
-from support_tokens.regularizers.barriers import repulsive_state
-from support_tokens.regularizers.base import Attachment, option, require
+from support_tokens.models import Decoder
+from support_tokens.regularizers.adversarial import embeddings_rms
+from support_tokens.regularizers.base import Regularizer, Term
+from support_tokens.regularizers.options import option
+from support_tokens.regularizers.watcher import ForwardWatcher
 
 # Noise is drawn from the global generator, whose state a checkpoint of the Trainer holds, so a resumed run draws the
-# same. The order of the data has a generator of its own, so arms still see the same batches.
+# same; and gradient checkpointing, which gives that generator its state again, repeats the very noise.
+
+
+class _Noisy(Term):
+    """A term that only changes the embeddings that enter the first block."""
+
+    has_penalty = False
+    changes_embeddings = True
 
 
 @dataclass(frozen=True)
-class TrainingNoise:
+class Noise(Regularizer):
     r"""Gaussian noise on the embeddings in training: $x_t + s\, u\, \epsilon_t$, $\epsilon_t$ standard, with $u$ the
-    embeddings' RMS (`matched`) or 1 (`absolute`).
+    embeddings' RMS (`relative`) or 1 (`absolute`).
 
     The root mean square of the batch's embeddings is detached: no gradient asks the model to resize them in order to
     change the noise. Under absolute noise the model can make itself robust by larger embeddings.
 
     Args:
         scale: $s$, standard deviation of the noise in units of `unit`.
-        unit: `matched` or `absolute`.
+        unit: `relative` or `absolute`.
     """
 
     name: ClassVar[str] = "noise"
+    kind: ClassVar = "rival"
     summary: ClassVar[str] = "cross-entropy under Gaussian embedding noise in training"
 
     scale: float = option(0.2, "standard deviation of the noise")
     unit: str = option(
-        "matched", "matched: in units of the embeddings' RMS; absolute: as it is", choices=("matched", "absolute")
+        "relative", "relative: in units of the embeddings' RMS; absolute: as it is", choices=("relative", "absolute")
     )
 
-    def __post_init__(self):
-        require(self)
-
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Hooks the embeddings; in eval mode they pass unchanged."""
-
-        def disturb(x: Tensor) -> Tensor | None:
-            if not model.training:
-                return None
-            size = _rms(x) if self.unit == "matched" else 1.0
-            return x + self.scale * size * torch.randn_like(x)
-
-        return Attachment(hook_embeddings(model, disturb).remove)
+    def bind(self, site: Decoder, watcher: ForwardWatcher, seed: int) -> Term:
+        """See `Regularizer.bind`."""
+        return _NoiseTerm(self)
 
 
-@dataclass(frozen=True)
-class LawNoise:
-    r"""Noise pushed through the law to first order: $x_t + s\, \mathrm{rms}(x)\, \nu\, J_t^{-1} \epsilon_t$, with $J_t
-    = I + c\,\Sigma_t$.
+class _NoiseTerm(_Noisy):
+    def __init__(self, noise: Noise) -> None:
+        super().__init__(noise.name)
+        self.scale, self.relative = noise.scale, noise.unit == "relative"
 
-    $x - \mu(x) = \epsilon$ moves by $J_t^{-1}\,d\epsilon$: noise is larger at positions and in directions whose margin
-    is small. $J_t$ is that of `InvariantBarrier`, and detached; $\nu$ brings the noise of a batch to the power that
-    `TrainingNoise(scale)` has, so that the two differ in its directions alone.
-
-    Args:
-        scale: $s$, root mean square of the noise in units of the embeddings'.
-        coupling: $c$.
-    """
-
-    name: ClassVar[str] = "law-noise"
-    summary: ClassVar[str] = "cross-entropy under embedding noise pushed through the law"
-
-    scale: float = option(0.2, "root mean square of the noise, in units of the embeddings' RMS")
-    coupling: float = option(0.1, "strength c of the fixed repulsive coupling")
-
-    def __post_init__(self):
-        require(self)
-
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Hooks the embeddings; in eval mode they pass unchanged."""
-
-        def disturb(x: Tensor) -> Tensor | None:
-            if not model.training:
-                return None
-            noise = through_law(x.detach(), torch.randn_like(x), self.coupling)
-            return x + self.scale * _rms(x) / _rms(noise).clamp_min(1e-12) * noise
-
-        return Attachment(hook_embeddings(model, disturb).remove)
+    def change(self, x: Tensor, valid: Tensor) -> Tensor:
+        """Adds the noise."""
+        if not self.scale:
+            return x
+        size = embeddings_rms(x, valid).to(x.dtype) if self.relative else 1.0
+        return x + self.scale * size * torch.randn_like(x)
 
 
 @dataclass(frozen=True)
-class NEFTune:
-    r"""Uniform noise on the token embeddings, as the Trainer of transformers adds it: $U(-a, a)$ with $a = \alpha /
-    \sqrt{T D}$.
-
-    Args:
-        alpha: $\alpha$.
-
-    References:
-        Jain et al. 2023 (arXiv:2310.05914); `TrainingArguments.neftune_noise_alpha`.
-    """
-
-    name: ClassVar[str] = "neftune"
-    summary: ClassVar[str] = "cross-entropy under NEFTune's uniform embedding noise"
-
-    alpha: float = option(5.0, "alpha: the noise is uniform up to alpha / sqrt(T D)")
-
-    def __post_init__(self):
-        require(self)
-
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Asks the Trainer for it."""
-        return Attachment(arguments={"neftune_noise_alpha": self.alpha})
-
-
-@dataclass(frozen=True)
-class EmbeddingDropout:
+class EmbeddingDropout(Regularizer):
     """Dropout on the embeddings that enter the first block.
 
     Args:
@@ -123,36 +75,63 @@ class EmbeddingDropout:
     """
 
     name: ClassVar[str] = "dropout"
+    kind: ClassVar = "rival"
     summary: ClassVar[str] = "cross-entropy with dropout on the embeddings"
 
     rate: float = option(0.1, "probability that a coordinate is dropped", most=0.9)
 
-    def __post_init__(self):
-        require(self)
-
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Hooks the embeddings; in eval mode they pass unchanged."""
-
-        def drop(x: Tensor) -> Tensor | None:
-            return nn.functional.dropout(x, self.rate) if model.training else None
-
-        return Attachment(hook_embeddings(model, drop).remove)
+    def bind(self, site: Decoder, watcher: ForwardWatcher, seed: int) -> Term:
+        """See `Regularizer.bind`."""
+        return _DropoutTerm(self)
 
 
-def _rms(x: Tensor) -> Tensor:
-    return x.detach().float().square().mean().sqrt().to(x.dtype)
+class _DropoutTerm(_Noisy):
+    def __init__(self, dropout: EmbeddingDropout) -> None:
+        super().__init__(dropout.name)
+        self.rate = dropout.rate
+
+    def change(self, x: Tensor, valid: Tensor) -> Tensor:
+        """Drops coordinates."""
+        return nn.functional.dropout(x, self.rate) if self.rate else x
 
 
-@torch.no_grad()
-def through_law(x: Tensor, noise: Tensor, coupling: float) -> Tensor:
-    r"""$J_t^{-1}$ times noise, `(B, T, D)`, with the $J_t$ of `InvariantBarrier` on embeddings x, without gradient."""
-    with full_precision(x):
-        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        state = repulsive_state(x.float(), coupling, valid)
-        blocks = JacobianBlocks(state)
-        identity = torch.eye(x.shape[-1], device=x.device)
-        parts = [
-            each_matrix(torch.linalg.solve, identity - blocks.dense(rows), noise[:, rows].float().unsqueeze(-1))
-            for rows in position_chunks(state, None, x.shape[-1])
-        ]
-    return torch.cat(parts, dim=1).squeeze(-1).to(noise.dtype)
+@dataclass(frozen=True)
+class NEFTune(Regularizer):
+    r"""Uniform noise on the token embeddings, $U(-a, a)$ with $a = \alpha / \sqrt{T D}$, as transformers and TRL add it
+    with `neftune_noise_alpha`: T is the padded length.
+
+    Args:
+        alpha: $\alpha$.
+
+    References:
+        Jain et al. 2023 (arXiv:2310.05914).
+    """
+
+    name: ClassVar[str] = "neftune"
+    kind: ClassVar = "rival"
+    summary: ClassVar[str] = "cross-entropy under NEFTune's uniform embedding noise"
+
+    alpha: float = option(5.0, "alpha: the noise is uniform up to alpha / sqrt(T D)")
+
+    def bind(self, site: Decoder, watcher: ForwardWatcher, seed: int) -> Term:
+        """See `Regularizer.bind`."""
+        return _NEFTuneTerm(self, site, watcher)
+
+
+class _NEFTuneTerm(Term):
+    has_penalty = False
+
+    def __init__(self, neftune: NEFTune, site: Decoder, watcher: ForwardWatcher) -> None:
+        super().__init__(neftune.name)
+        self.alpha, self._watcher = neftune.alpha, (watcher,)
+        self._hook: RemovableHandle = site.embedding.register_forward_hook(self._disturb)
+
+    def _disturb(self, _module: nn.Module, _args: tuple, output: Tensor) -> Tensor | None:
+        if not self.training or not self.alpha or self._watcher[0].running_again:
+            return None
+        bound = self.alpha / (output.shape[1] * output.shape[2]) ** 0.5
+        return output + torch.empty_like(output).uniform_(-bound, bound)
+
+    def remove(self) -> None:
+        """Takes the hook off."""
+        self._hook.remove()

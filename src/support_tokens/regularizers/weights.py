@@ -1,4 +1,4 @@
-"""Arms that act on weights: size and decay of the embeddings, spectral norms of attention."""
+"""Regularizers that act on weights: size and decay of the embeddings, spectral norms of attention."""
 
 __all__ = ["EmbeddingDecay", "EmbeddingScale", "SigmaReparam", "SpectralNorm"]
 
@@ -10,42 +10,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
-from transformers import TrainerCallback
 
 from support_tokens.errors import UnsupportedModelError
-from support_tokens.models import decoder_blocks
-from support_tokens.regularizers.base import Attachment, option, require
+from support_tokens.models import Decoder
+from support_tokens.regularizers.base import Regularizer, Term
+from support_tokens.regularizers.options import option
+from support_tokens.regularizers.watcher import ForwardWatcher
+
+
+class _WeightTerm(Term):
+    has_penalty = False
+
+    def __init__(self, name: str, undo: Callable[[], None] = lambda: None) -> None:
+        super().__init__(name)
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Leaves the weights that its function gives."""
+        self._undo()
 
 
 @dataclass(frozen=True)
-class EmbeddingScale:
+class EmbeddingScale(Regularizer):
     """Larger embeddings at the start: every embedding table, of tokens and of positions, times a factor.
 
-    The control of all robustness under noise of fixed size: it does nothing but change the scale.
+    The control of all robustness under noise of fixed size: it does nothing but change the scale. It is a choice of
+    initial weights, which `remove` does not take back, and it would ruin a model that is trained already.
 
     Args:
         factor: Factor of the initial weights; 10 makes 0.2 of GPT-2's 0.02.
     """
 
     name: ClassVar[str] = "scale"
+    kind: ClassVar = "control"
     summary: ClassVar[str] = "cross-entropy from larger initial embeddings"
 
     factor: float = option(10.0, "factor of the initial embeddings")
 
-    def __post_init__(self):
-        require(self)
+    def bind(self, site: Decoder, watcher: ForwardWatcher, seed: int) -> Term:
+        """Multiplies the tables; a run that is resumed then reads its own.
 
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Multiplies the tables; a run that is resumed then reads its own."""
+        Raises:
+            UnsupportedModelError: The model was loaded from a checkpoint.
+        """
+        _check_fresh(site, self.name, "train it from scratch, or leave scale out")
         with torch.no_grad():
-            for table in _tables(model):
+            for table in _tables(site):
                 table.weight.mul_(self.factor)
-        return Attachment()
+        return _WeightTerm(self.name)
 
 
 @dataclass(frozen=True)
-class EmbeddingDecay:
-    r"""Decoupled weight decay on the embedding tables, besides that of the plan: $w \leftarrow (1 - \eta\,d)\, w$
+class EmbeddingDecay(Regularizer):
+    r"""Decoupled weight decay on the embedding tables, besides that of the optimiser: $w \leftarrow (1 - \eta\,d)\, w$
     before each step of learning rate $\eta$.
 
     Args:
@@ -56,58 +73,89 @@ class EmbeddingDecay:
     """
 
     name: ClassVar[str] = "decay"
+    kind: ClassVar = "rival"
     summary: ClassVar[str] = "cross-entropy with more weight decay on the embeddings"
 
-    decay: float = option(1.0, "decay of the embeddings, besides that of the plan")
+    decay: float = option(1.0, "decay of the embeddings, besides that of the optimiser")
 
-    def __post_init__(self):
-        require(self)
+    def bind(self, site: Decoder, watcher: ForwardWatcher, seed: int) -> Term:
+        """See `Regularizer.bind`.
 
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Decays at every step of the optimiser."""
-        return Attachment(callbacks=(_Decay(_tables(model), self.decay),))
+        Raises:
+            UnsupportedModelError: No embedding table is trained.
+        """
+        tables = [table for table in _tables(site) if table.weight.requires_grad]
+        if not tables:
+            raise UnsupportedModelError(
+                "an embedding table must be trained for decay, received none that is (LoRA freezes them); leave it out."
+            )
+        return _DecayTerm(self, tables)
+
+
+class _DecayTerm(_WeightTerm):
+    def __init__(self, decay: EmbeddingDecay, tables: list[nn.Embedding]) -> None:
+        super().__init__(decay.name)
+        self.decay, self._tables = decay.decay, tuple(tables)
+
+    @torch.no_grad()
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Decays the tables at the learning rate of their group."""
+        for group in optimizer.param_groups:
+            held = {id(parameter) for parameter in group["params"]}
+            for table in self._tables:
+                if id(table.weight) in held:
+                    table.weight.mul_(1 - group["lr"] * self.decay)
 
 
 @dataclass(frozen=True)
-class SpectralNorm:
+class SpectralNorm(Regularizer):
     r"""Every matrix of attention divided by its largest singular value: $W / \sigma(W)$, by power iteration.
+
+    It changes what the model computes, so that it is for training from scratch.
 
     References:
         Miyato et al. 2018 (arXiv:1802.05957); `torch.nn.utils.parametrizations.spectral_norm`.
     """
 
     name: ClassVar[str] = "spectral"
+    kind: ClassVar = "rival"
     summary: ClassVar[str] = "cross-entropy with attention of spectral norm one"
 
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
-        """Parametrizes the matrices; `remove` leaves the normalised ones."""
-        return Attachment(_normalised(model, seed))
+    def bind(self, site: Decoder, watcher: ForwardWatcher, seed: int) -> Term:
+        """Parametrizes the matrices; `remove` leaves the normalised ones.
+
+        Raises:
+            UnsupportedModelError: The model was loaded from a checkpoint, or has no matrices of attention.
+        """
+        _check_fresh(site, self.name, "use sigma-reparam, which starts from the model's own function")
+        return _WeightTerm(self.name, _normalised(_attention_matrices(site), seed))
 
 
 @dataclass(frozen=True)
-class SigmaReparam:
+class SigmaReparam(Regularizer):
     r"""$\sigma$-reparametrised attention: every matrix of attention is $\gamma\, W / \sigma(W)$ with a learned
     $\gamma$.
 
-    $\gamma$ begins at $\sigma(W)$, so that the run starts from the very function that the other arms start from.
+    $\gamma$ begins at $\sigma(W)$, so that training starts from the model's own function.
 
     References:
         Zhai et al. 2023 (arXiv:2303.06296).
     """
 
     name: ClassVar[str] = "sigma-reparam"
+    kind: ClassVar = "rival"
     summary: ClassVar[str] = "cross-entropy with sigma-reparametrised attention"
 
-    def attach(self, model: nn.Module, *, seed: int) -> Attachment:
+    def bind(self, site: Decoder, watcher: ForwardWatcher, seed: int) -> Term:
         """Parametrizes the matrices; `remove` leaves the matrices that result."""
-        matrices = _attention_matrices(model)
-        norms = [float(torch.linalg.matrix_norm(matrix.weight.detach().float())) for matrix in matrices]  # type: ignore[union-attr]
-        remove = _normalised(model, seed)
+        matrices = _attention_matrices(site)
+        norms = [float(torch.linalg.matrix_norm(matrix.weight.detach().float())) for matrix in matrices]
+        remove = _normalised(matrices, seed)
         for matrix, norm in zip(matrices, norms, strict=True):
             with _settled(matrix):
-                gain = norm / float(torch.linalg.matrix_norm(matrix.weight.detach().float()))  # type: ignore[union-attr]
+                gain = norm / float(torch.linalg.matrix_norm(matrix.weight.detach().float()))
             parametrize.register_parametrization(matrix, "weight", _Gain(gain))
-        return Attachment(remove)
+        return _WeightTerm(self.name, remove)
 
 
 class _Gain(nn.Module):
@@ -119,17 +167,6 @@ class _Gain(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return self.gain * weight
-
-
-class _Decay(TrainerCallback):
-    def __init__(self, tables: list[nn.Embedding], decay: float) -> None:
-        self.tables, self.decay = tables, decay
-
-    @torch.no_grad()
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs) -> None:
-        rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
-        for table in self.tables:
-            table.weight.mul_(1 - rate * self.decay)
 
 
 class _settled:
@@ -145,15 +182,25 @@ class _settled:
         self.module.train(self.training)
 
 
-def _tables(model: nn.Module) -> list[nn.Embedding]:
-    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
+def _check_fresh(site: Decoder, name: str, instead: str) -> None:
+    """Regularizers of the initial function would ruin weights that were loaded."""
+    path = getattr(site.causal_model, "name_or_path", "")
+    if path:
+        raise UnsupportedModelError(
+            f"the model must be freshly initialised for {name}, received one loaded from '{path}', whose function it "
+            f"would destroy; {instead}."
+        )
 
 
-def _attention_matrices(model: nn.Module) -> list[nn.Module]:
+def _tables(site: Decoder) -> list[nn.Embedding]:
+    return [module for module in site.causal_model.modules() if isinstance(module, nn.Embedding)]
+
+
+def _attention_matrices(site: Decoder) -> list[nn.Module]:
     """Modules inside of attention whose weight is a matrix, each once."""
 
     def found() -> Iterator[nn.Module]:
-        for block in decoder_blocks(model):
+        for block in site.blocks:
             for attention in block.modules():
                 if "Attention" in type(attention).__name__:
                     yield from (m for m in attention.modules() if getattr(m, "weight", torch.empty(0)).dim() == 2)
@@ -161,14 +208,13 @@ def _attention_matrices(model: nn.Module) -> list[nn.Module]:
     matrices = list(dict.fromkeys(found()))
     if not matrices:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention module with matrices that a spectral norm could be put on; train "
-            "another arm, or a GPT-2."
+            f"the model must have attention modules with matrices for a spectral norm, received "
+            f"{type(site.causal_model).__name__} with none; use another regularizer."
         )
     return matrices
 
 
-def _normalised(model: nn.Module, seed: int) -> Callable[[], None]:
-    matrices = _attention_matrices(model)
+def _normalised(matrices: list[nn.Module], seed: int) -> Callable[[], None]:
     with torch.random.fork_rng(devices=[]):  # the power iteration begins with random vectors
         torch.manual_seed(seed)
         for matrix in matrices:

@@ -3,16 +3,12 @@
 __all__ = ["PLANS", "TrainingPlan", "demo_plan", "plan_from_config"]
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from support_tokens.errors import ArgumentError, RunFolderError
-
-
-def _option(default: Any, text: str, *, least: float = 0.0, most: float = math.inf, choices: tuple = ()) -> Any:
-    return field(default=default, metadata={"help": text, "least": least, "most": most, "choices": choices})
+from support_tokens.regularizers import check_options, option
 
 
 @dataclass(frozen=True)
@@ -33,53 +29,38 @@ class TrainingPlan:
         support_tokens.errors.ArgumentError: steps must be a whole number of at least 1, received -10; pass such ...
     """
 
-    layers: int = _option(4, "residual blocks", least=1)
-    heads: int = _option(4, "attention heads; divides the width", least=1)
-    width: int = _option(128, "model width D", least=1)
-    context: int = _option(128, "characters read at once", least=2)
-    dropout: float = _option(0.0, "dropout on embeddings, attention and residuals", most=0.9)
-    steps: int = _option(2000, "optimiser steps", least=1)
-    batch_size: int = _option(32, "windows in one forward pass", least=1)
-    accumulation: int = _option(1, "forward passes added up into one optimiser step", least=1)
-    learning_rate: float = _option(2e-3, "peak learning rate of AdamW", most=10.0)
-    warmup: float = _option(0.05, "share of the steps in linear warm-up, before the cosine decay to zero", most=0.9)
-    weight_decay: float = _option(0.1, "decay of weights, on all but biases and norms")
-    clip: float = _option(1.0, "largest norm of the gradient; 0 does not clip")
-    seed: int = _option(0, "seed of initial weights, order of data and noise", most=2**31 - 1)
-    precision: str = _option("float32", "arithmetic of the forward pass", choices=("float32", "bfloat16", "float16"))
-    device: str = _option(
+    layers: int = option(4, "residual blocks", least=1)
+    heads: int = option(4, "attention heads; divides the width", least=1)
+    width: int = option(128, "model width D", least=1)
+    context: int = option(128, "characters read at once", least=2)
+    dropout: float = option(0.0, "dropout on embeddings, attention and residuals", most=0.9)
+    steps: int = option(2000, "optimiser steps", least=1)
+    batch_size: int = option(32, "windows in one forward pass", least=1)
+    accumulation: int = option(1, "forward passes added up into one optimiser step", least=1)
+    learning_rate: float = option(2e-3, "peak learning rate of AdamW", most=10.0)
+    warmup: float = option(0.05, "share of the steps in linear warm-up, before the cosine decay to zero", most=0.9)
+    weight_decay: float = option(0.1, "decay of weights, on all but biases and norms")
+    clip: float = option(1.0, "largest norm of the gradient; 0 does not clip")
+    seed: int = option(0, "seed of initial weights, order of data and noise", most=2**31 - 1)
+    precision: str = option("float32", "arithmetic of the forward pass", choices=("float32", "bfloat16", "float16"))
+    device: str = option(
         "auto", "where to train: an accelerator if there is one, or the processor", choices=("auto", "cpu")
     )
-    threads: int = _option(
+    threads: int = option(
         0, "threads of torch on a processor, on which the last bits depend; 0 leaves torch its choice"
     )
-    log_every: int = _option(50, "steps between rows of metrics.jsonl", least=1)
-    evaluate_every: int = _option(500, "steps between looks at the validation text", least=1)
-    evaluate_windows: int = _option(64, "windows of the validation text in one look, spread evenly", least=1)
-    save_every: int = _option(500, "steps between checkpoints", least=1)
+    log_every: int = option(50, "steps between rows of metrics.jsonl", least=1)
+    evaluate_every: int = option(500, "steps between looks at the validation text", least=1)
+    evaluate_windows: int = option(64, "windows of the validation text in one look, spread evenly", least=1)
+    save_every: int = option(500, "steps between checkpoints", least=1)
 
     def __post_init__(self):
-        for option in dataclasses.fields(self):
-            _check(option, getattr(self, option.name))
+        check_options(self)
         if self.width % self.heads:
             raise ArgumentError(
                 f"heads must divide width, received heads={self.heads} and width={self.width}; "
                 f"pass for example --width {self.heads * max(1, self.width // self.heads)}."
             )
-
-
-def _check(option: dataclasses.Field, value: Any) -> None:
-    least, most, choices = option.metadata["least"], option.metadata["most"], option.metadata["choices"]
-    if choices:
-        if value not in choices:
-            raise ArgumentError(f"{option.name} must be one of {', '.join(choices)}, received {value!r}.")
-        return
-    whole = option.type is int
-    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not (fits and math.isfinite(value) and least <= value <= most):
-        kind = "a whole number" if whole else "a finite number"
-        bounds = f"of at least {least:g}" + (f" and at most {most:g}" if math.isfinite(most) else "")
-        raise ArgumentError(f"{option.name} must be {kind} {bounds}, received {value!r}; pass such a value.")
 
 
 def plan_from_config(config: Mapping) -> TrainingPlan:

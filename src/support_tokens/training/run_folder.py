@@ -13,8 +13,9 @@ from support_tokens.errors import RunFolderError
 from support_tokens.files import LOCK, FolderLock, read_json, unwritable, versions, write_json, write_text
 
 ENTRIES = frozenset(
-    {"arm.json", "barrier.safetensors", "checkpoints", "config.json", "metrics.jsonl", "model", "report.html",
-     "report.json", "result.json", "tensorboard", "variational.safetensors", "versions.json"}
+    {"arm.json", "barrier.safetensors", "checkpoints", "config.json", "metrics.jsonl", "model",
+     "regularizer.safetensors", "report.html", "report.json", "result.json", "tensorboard",
+     "variational.safetensors", "versions.json"}
 )  # fmt: skip
 """Everything a run may hold; what else lies in a folder is the user's, and `force` never deletes it."""
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save as save_safetensors
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 from transformers import default_data_collator as collate
 
 from support_tokens.errors import ArgumentError, DataError, RunFolderError, TrainingError
-from support_tokens.files import read_json, replace_folder, write_json
+from support_tokens.files import read_json, replace_folder, write_bytes, write_json
 from support_tokens.models import (
     build_small_gpt,
     character_tokenizer,
@@ -29,7 +30,7 @@ from support_tokens.models import (
     torch_threads,
     unknown_rate,
 )
-from support_tokens.regularizers import Arm, Penalty, arm_config
+from support_tokens.regularizers import Regularizer, RegularizerCallback, RegularizerHandle, attach, regularizer_config
 from support_tokens.training.callbacks import (
     CheckpointSeal,
     MetricsWriter,
@@ -78,7 +79,7 @@ class TrainingResult:
 def train(
     plan: TrainingPlan,
     corpus: Corpus,
-    arm: Arm,
+    arm: Regularizer,
     folder: str | Path,
     *,
     resume: bool = False,
@@ -121,7 +122,10 @@ def train(
             f"the train part of corpus '{corpus.name}' gives {len(windows)} windows of {plan.context} characters "
             f"where one step needs {plan.batch_size * plan.accumulation}; pass a longer text, or a smaller batch."
         )
-    path, config = Path(folder), {"plan": dataclasses.asdict(plan), "corpus": corpus.identity(), "arm": arm_config(arm)}
+    path, config = (
+        Path(folder),
+        {"plan": dataclasses.asdict(plan), "corpus": corpus.identity(), "arm": regularizer_config(arm)},
+    )
     if resume:
         _check_same(path, config)
         if (path / "result.json").exists():
@@ -137,10 +141,11 @@ def train(
         dropout=plan.dropout,
     )
     parameters = model.num_parameters()
-    attachment = arm.attach(model, seed=plan.seed)
+    handle = attach(model, arm, seed=plan.seed)
+    follower = RegularizerCallback(handle)
     run = RunFolder(path)
     with quiet_transformers():
-        arguments = _arguments(plan, run, tensorboard=tensorboard, **attachment.arguments)
+        arguments = _arguments(plan, run, tensorboard=tensorboard)
     if not resume:
         # Now that nothing about plan or arm can be wrong: a mistake neither leaves a folder nor costs an earlier run.
         run = RunFolder.create(path, force=force)
@@ -156,12 +161,10 @@ def train(
                 eval_dataset=Windows(ids["validation"], plan.context, limit=plan.evaluate_windows),
                 processing_class=tokenizer,
                 data_collator=collate,
-                callbacks=[*attachment.callbacks, MetricsWriter(run), stop, *([bar] if bar else []), CheckpointSeal()],
+                callbacks=[follower, MetricsWriter(run), stop, *([bar] if bar else []), CheckpointSeal()],
             )
-        trainer.penalty = attachment.penalty
         trainer.remove_callback(PrinterCallback)
-        # Ahead of TensorBoard, which would otherwise write a row before the arm has added its figures to it.
-        trainer.callback_handler.callbacks.sort(key=lambda callback: callback not in attachment.callbacks)
+        follower.follow(trainer)  # ahead of TensorBoard, which would otherwise write a row before the figures are there
         start = time.monotonic()
         with stop, bar or contextlib.nullcontext(), _writing(run.path):
             _run(trainer, run, resume=resume)
@@ -172,8 +175,8 @@ def train(
             validation = _last_validation_loss(trainer) / math.log(2)
         seconds = time.monotonic() - start
         with _writing(run.path):
-            attachment.save(run.path)
-            attachment.remove()
+            _save_terms(run, handle)
+            handle.remove()
             with replace_folder(run.model) as target:
                 model.save_pretrained(target)
                 tokenizer.save_pretrained(target)
@@ -195,7 +198,7 @@ def train(
 def train_arms(
     plan: TrainingPlan,
     corpus: Corpus,
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, Regularizer],
     folder: str | Path,
     *,
     resume: bool = False,
@@ -208,7 +211,7 @@ def train_arms(
     Args:
         plan: Shared by all arms.
         corpus: Shared by all arms.
-        arms: Arm by label.
+        arms: Regularizer by label.
         folder: Holds one run folder a label.
         resume: As in `train`; arms that are finished are not trained again.
         force: As in `train`, for each arm.
@@ -258,23 +261,7 @@ def read_result(folder: str | Path) -> TrainingResult:
 
 
 class _Trainer(Trainer):
-    """The Trainer, which stops before an update whose loss or gradient is not finite: the weights stay good.
-
-    It adds the penalty of an arm, if there is one, to the loss.
-    """
-
-    penalty: Penalty | None = None
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.penalty is None or not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        penalty = self.penalty(model, inputs, outputs)
-        if num_items_in_batch is not None:
-            # The loss of a part of an accumulated batch is its sum over the items of the whole; so is the penalty's.
-            penalty = penalty * (inputs["labels"][:, 1:] != -100).sum() / num_items_in_batch
-        loss = loss + penalty
-        return (loss, outputs) if return_outputs else loss
+    """The Trainer, which stops before an update whose loss or gradient is not finite: the weights stay good."""
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -287,6 +274,13 @@ class _Trainer(Trainer):
             if not torch.isfinite(norm):
                 raise TrainingError(f"the norm of the gradient is {norm.item()} at step {step}")
         return loss
+
+
+def _save_terms(run: RunFolder, handle: RegularizerHandle) -> None:
+    """What regularizers learned (the law of a barrier, say), beside the model."""
+    learned = {name: value.cpu().contiguous() for name, value in handle.state_dict().items()}
+    if handle.parameters():
+        write_bytes(run.path / "regularizer.safetensors", save_safetensors(learned))
 
 
 def _run(trainer: _Trainer, run: RunFolder, *, resume: bool) -> None:
@@ -326,7 +320,7 @@ def _check_same(path: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool, **of_arm: Any) -> TrainingArguments:
+def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool) -> TrainingArguments:
     on_cpu = plan.device == "cpu" or not torch.accelerator.is_available()
     try:
         return TrainingArguments(
@@ -355,7 +349,6 @@ def _arguments(plan: TrainingPlan, run: RunFolder, *, tensorboard: bool, **of_ar
             save_total_limit=2,
             disable_tqdm=True,
             report_to=["tensorboard"] if tensorboard else "none",
-            **of_arm,
         )
     except ValueError as error:
         raise ArgumentError(

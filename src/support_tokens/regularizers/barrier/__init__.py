@@ -1,16 +1,15 @@
-"""The barrier inside a model: penalties, what they act on, the objective, attaching it."""
+"""The log-barrier inside a model: penalties, what they act on, attaching it."""
 
 __all__ = [
     "PENALTIES",
-    "BarrierCallback",
     "BarrierHandle",
     "MarginController",
     "WarmupSchedule",
     "attach_barrier",
     "attached_barriers",
-    "per_token_penalty",
+    "margin_penalty",
     "sample_positions",
-    "weighted_mean",
+    "token_weights",
 ]
 
 from typing import TYPE_CHECKING
@@ -19,15 +18,14 @@ from support_tokens._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from support_tokens.regularizers.barrier.attach import attach_barrier, attached_barriers
-    from support_tokens.regularizers.barrier.callback import BarrierCallback
     from support_tokens.regularizers.barrier.handle import BarrierHandle
     from support_tokens.regularizers.barrier.penalties import (
         PENALTIES,
         MarginController,
         WarmupSchedule,
-        per_token_penalty,
+        margin_penalty,
         sample_positions,
-        weighted_mean,
+        token_weights,
     )
 
 __getattr__ = lazy_exports(
@@ -35,13 +33,12 @@ __getattr__ = lazy_exports(
     {
         "attach_barrier": "attach",
         "attached_barriers": "attach",
-        "BarrierCallback": "callback",
         "BarrierHandle": "handle",
-        "MarginController": "penalties",
         "PENALTIES": "penalties",
+        "MarginController": "penalties",
         "WarmupSchedule": "penalties",
-        "per_token_penalty": "penalties",
+        "margin_penalty": "penalties",
         "sample_positions": "penalties",
-        "weighted_mean": "penalties",
+        "token_weights": "penalties",
     },
 )

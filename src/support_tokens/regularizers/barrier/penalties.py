@@ -6,10 +6,8 @@ __all__ = [
     "WarmupSchedule",
     "checked_step_weight",
     "margin_penalty",
-    "per_token_penalty",
     "sample_positions",
     "token_weights",
-    "weighted_mean",
 ]
 
 import math
@@ -21,13 +19,18 @@ import torch
 from torch import Tensor
 
 from support_tokens.errors import ArgumentError
-from support_tokens.margins import Margins
 
 PENALTIES = ("log", "hinge", "map")
 
 
 def margin_penalty(penalty: str, target_margin: float = 0.0) -> Callable[[Tensor], Tensor]:
-    r"""The part of a penalty that depends on the log margin alone: $-m$, or $\max(0, m^* - m)$ for `hinge`.
+    r"""The part of a penalty that depends on the log margin $m = \log|\det J_t|$ alone, elementwise.
+
+    $$ \text{log: } -m \qquad \text{hinge: } \max(0,\ m^* - m) \qquad
+       \text{map: } -m, \text{ beside } \frac{|x_t - \mu_t|^2}{2 \sigma^2} $$
+
+    `log` alone is unbounded below; `hinge` acts on support tokens only, those below the target, as a soft-margin SVM
+    does; `map` is the negative log posterior up to a constant, which the squared error bounds.
 
     Args:
         penalty: `log`, `hinge` or `map`.
@@ -47,50 +50,11 @@ def margin_penalty(penalty: str, target_margin: float = 0.0) -> Callable[[Tensor
     return torch.neg
 
 
-def per_token_penalty(
-    margins: Margins,
-    penalty: str = "log",
-    *,
-    target_margin: float = 0.0,
-    squared_error: Tensor | None = None,
-    noise_scale: Tensor | float = 1.0,
-) -> Tensor:
-    r"""Penalty of every position, in nats, `(B, n)`.
-
-    $$ \text{log: } -\log|\det J_t| \qquad \text{hinge: } \max(0,\ m^* - \log|\det J_t|) \qquad
-       \text{map: } \frac{|x_t - \mu_t|^2}{2 \sigma^2} - \log|\det J_t| $$
-
-    `log` alone is unbounded below; `hinge` acts on support tokens only, those below the target, as a soft-margin SVM
-    does; `map` is the negative log posterior up to a constant, which the squared error bounds.
-
-    Args:
-        margins: Margins of n positions.
-        penalty: `log`, `hinge` or `map`.
-        target_margin: $m^*$ in nats.
-        squared_error: $|x_t - \mu_t|^2$, `(B, n)`, for `map`.
-        noise_scale: $\sigma$, for `map`.
-
-    Raises:
-        ArgumentError: Unknown penalty, or `map` without its squared error.
-
-    Example:
-        >>> from support_tokens import attention_margins
-        >>> x, w = torch.randn(2, 5, 4), torch.randn(1, 3, 4)
-        >>> per_token_penalty(attention_margins(x, w, w), "hinge", target_margin=0.1).min() >= 0
-        tensor(True)
-    """
-    value = margin_penalty(penalty, target_margin)(margins.log_abs_det)
-    if penalty != "map":
-        return value
-    if squared_error is None:
-        raise ArgumentError(
-            "squared_error must be given for the penalty 'map', received None; pass |x - mu|^2 or use 'log'."
-        )
-    return squared_error / (2 * noise_scale**2) + value
-
-
 def token_weights(valid: Tensor, sequence_weight: Tensor) -> Tensor:
-    r"""$w_b / n_b$ at the $n_b$ valid positions of sequence b and 0 elsewhere, `(B, n)`, as in `weighted_mean`.
+    r"""$w_b / n_b$ at the $n_b$ valid positions of sequence b and 0 elsewhere, `(B, n)`.
+
+    A sum of penalties with these weights is a mean over the valid positions of each sequence, weighted by sequence;
+    positions drawn uniformly give an unbiased estimate of it.
 
     Args:
         valid: `(B, n)`.
@@ -101,25 +65,6 @@ def token_weights(valid: Tensor, sequence_weight: Tensor) -> Tensor:
         tensor([[0.5000, 0.5000, 0.0000]])
     """
     return valid * (sequence_weight / valid.sum(-1).clamp_min(1)).unsqueeze(-1)
-
-
-def weighted_mean(per_token: Tensor, valid: Tensor, sequence_weight: Tensor) -> Tensor:
-    r"""$\sum_b w_b\, \overline{p}_b$, with $\overline p_b$ the mean of the penalty over the valid positions of
-    sequence b.
-
-    With $w_b$ the share of valid tokens it is the mean over all valid tokens. Positions drawn uniformly give an
-    unbiased estimate.
-
-    Args:
-        per_token: `(B, n)`.
-        valid: `(B, n)`.
-        sequence_weight: $w_b$, `(B,)`.
-
-    Example:
-        >>> weighted_mean(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]]), torch.ones(1))
-        tensor(2.)
-    """
-    return (token_weights(valid, sequence_weight) * per_token.masked_fill(~valid, 0.0)).sum()
 
 
 def sample_positions(valid: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:

@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from support_tokens.regularizers import ARMS
+from support_tokens.regularizers import REGULARIZERS
 from support_tokens.report.records import Difference, Estimate, RobustnessReport
 
 LARGEST_COST = 0.014
 """Largest clean cost of an arm that takes part, as a fraction of the baseline's bits: that of the paper's barrier."""
 
-_KINDS = {
-    "ce": "none",
-    **dict.fromkeys(("barrier", "hold", "invariant", "condition", "law-noise", "variational"), "law"),
-}
-"""Kinds of regularizers that do not state one."""
+_EARLIER_NAMES = {"hold", "invariant", "condition", "law-noise", "variational"}
+"""Names of the law's family in results of before the regularizers were renamed."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,14 @@ def arm_kind(config: Mapping[str, Any]) -> str:
     """`law`, `rival`, `control` or `none`: what the regularizers of an arm state; a combination with a law is a law.
 
     Args:
-        config: As `arm_config` writes it.
+        config: As `regularizer_config` writes it.
 
     Example:
-        >>> arm_kind({"name": "combined", "parts": [{"name": "smart"}, {"name": "barrier"}]})
+        >>> arm_kind({"name": "sum", "parts": [{"name": "smart"}, {"name": "barrier"}]})
         'law'
     """
     names = [part["name"] for part in config.get("parts", (config,))]
-    kinds = {getattr(ARMS.get(name), "kind", None) or _KINDS.get(name, "rival") for name in names}
+    kinds = {"law" if name in _EARLIER_NAMES else REGULARIZERS[name].kind for name in names if name != "matched"}
     return next(kind for kind in ("law", "rival", "control", "none") if kind in kinds)
 
 

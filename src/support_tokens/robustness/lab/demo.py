@@ -8,7 +8,7 @@ from pathlib import Path
 from support_tokens.errors import RunFolderError
 from support_tokens.files import write_text
 from support_tokens.models import torch_threads
-from support_tokens.regularizers import Arm
+from support_tokens.regularizers import Regularizer
 from support_tokens.report.records import RobustnessReport
 from support_tokens.report.robustness import render_html
 from support_tokens.robustness.lab.evaluate_runs import evaluate_runs
@@ -19,7 +19,7 @@ def run_experiment(
     folder: str | Path,
     corpus_name: str,
     plan: TrainingPlan,
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, Regularizer],
     *,
     resume: bool = False,
     force: bool = False,
@@ -32,7 +32,7 @@ def run_experiment(
         folder: Holds one run folder an arm, and the report.
         corpus_name: Corpus, as for `load_corpus`.
         plan: Shared by all arms.
-        arms: Arm by label; the first is the baseline.
+        arms: Regularizer by label; the first is the baseline.
         resume: Go on with an experiment that was stopped.
         force: Replace an earlier experiment in `folder`.
         progress: Draw bars on stderr.

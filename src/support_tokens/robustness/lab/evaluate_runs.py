@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from support_tokens.errors import ArgumentError
 from support_tokens.models import build_small_gpt, encode, load_small_gpt, model_margins, unknown_rate
-from support_tokens.regularizers import arm_config
+from support_tokens.regularizers import attach, regularizer_config
 from support_tokens.report.records import ArmMargins, LayerMargins, RobustnessReport, StructureFigures
 from support_tokens.robustness.comparison import ArmDetails, compare
 from support_tokens.robustness.evaluate import LazyModels, measure_arms
@@ -115,7 +115,7 @@ def evaluate_runs(
         "evaluated_on": corpus.identity(),
         "unknown_characters": unknown_rate(tokenizer, windows),
         **({"unknown_characters_elsewhere": _unknown_elsewhere(tokenizer, texts)} if texts else {}),
-        "arms": {label: arm_config(of_arm[0].arm) for label, of_arm in arms.items()},
+        "arms": {label: regularizer_config(of_arm[0].arm) for label, of_arm in arms.items()},
     }
     figures: tuple[StructureFigures, ...] = ()
     if structure:
@@ -173,8 +173,7 @@ def _initial(run: TrainedRun, tokenizer) -> nn.Module:
         model = build_small_gpt(
             tokenizer, layers=plan.layers, heads=plan.heads, width=plan.width, context=plan.context, dropout=0.0
         )
-    attachment = run.arm.attach(model, seed=plan.seed)
-    attachment.remove()
+    attach(model, run.arm, seed=plan.seed).remove()
     return model.eval()
 
 

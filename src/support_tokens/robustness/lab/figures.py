@@ -7,7 +7,7 @@ import io
 
 from matplotlib.figure import Figure
 
-from support_tokens.regularizers import arm_label, parse_arm
+from support_tokens.regularizers import parse_regularizer, regularizer_label
 from support_tokens.report import family
 from support_tokens.report.records import RobustnessReport
 from support_tokens.report.robustness import ARM_COLOURS, degradation_png
@@ -40,7 +40,10 @@ def path_png(report: RobustnessReport, preset: Preset, *, dots_per_inch: int = 1
         preset: With a path.
         dots_per_inch: Resolution.
     """
-    arms = [(float(getattr(parse_arm(arm), "weight", 0.0)), arm_label(parse_arm(arm))) for arm in preset.path]
+    arms = [
+        (float(getattr(parse_regularizer(arm), "weight", 0.0)), regularizer_label(parse_regularizer(arm)))
+        for arm in preset.path
+    ]
     arms.sort()
     families = [f for f in dict.fromkeys(a.family for a in report.areas) if f.startswith("embedding_noise/")]
     figure = Figure(figsize=(5.2, 3.4), layout="constrained", facecolor="white")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from support_tokens.regularizers import arm_label, parse_arm
+from support_tokens.regularizers import parse_regularizer, regularizer_label
 from support_tokens.report.records import Estimate, RobustnessReport
 from support_tokens.robustness.lab.preset import Preset
 
@@ -52,7 +52,7 @@ def paper_rows(report: RobustnessReport, preset: Preset) -> tuple[PaperRow, ...]
     """
     if not preset.barrier:
         return ()
-    barrier = arm_label(parse_arm(preset.barrier))
+    barrier = regularizer_label(parse_regularizer(preset.barrier))
     at_half = next((p.name for p in report.perturbations if (p.family, p.strength) == (ABSOLUTE, 0.5)), None)
     clean = report.perturbations[0].name
     base = report.result(report.baseline, clean).bits.value
@@ -96,7 +96,8 @@ def _path_rows(report: RobustnessReport, preset: Preset) -> list[PaperRow]:
     """Whether bits under noise have their minimum inside of the path, and where."""
     labels = _labels(preset.path)
     weights = {
-        label: float(getattr(parse_arm(arm), "weight", 0.0)) for label, arm in zip(labels, preset.path, strict=True)
+        label: float(getattr(parse_regularizer(arm), "weight", 0.0))
+        for label, arm in zip(labels, preset.path, strict=True)
     }
     heights = {a.arm: a.bits.value for a in report.areas if a.family == ABSOLUTE and a.arm in weights}
     shape, unit = "U-shaped path", "mean BPC over absolute noise"
@@ -137,7 +138,7 @@ def _between(report: RobustnessReport, arm: str, other: str) -> Estimate:
 
 
 def _labels(arms: Sequence[str]) -> list[str]:
-    return [arm_label(parse_arm(arm)) for arm in arms]
+    return [regularizer_label(parse_regularizer(arm)) for arm in arms]
 
 
 def _share(difference: Estimate, base: float) -> Estimate:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from support_tokens.errors import ArgumentError, RunFolderError
-from support_tokens.regularizers import arm_label, parse_arm
+from support_tokens.regularizers import parse_regularizer, regularizer_label
 from support_tokens.report.records import Record
 from support_tokens.robustness.perturbations.set import FAMILIES
 from support_tokens.training import plan_from_config
@@ -57,7 +57,7 @@ class Preset(Record, kind="support-tokens/preset"):
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        labels = [arm_label(parse_arm(arm)) for arm in self.arms]
+        labels = [regularizer_label(parse_regularizer(arm)) for arm in self.arms]
         if not labels or not self.seeds or len(set(labels)) < len(labels) or len(set(self.seeds)) < len(self.seeds):
             raise ArgumentError(
                 "A preset must have arms and seeds, each once, but has the arms "

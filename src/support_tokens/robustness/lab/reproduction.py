@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.files import read_json, write_bytes, write_json, write_text
-from support_tokens.regularizers import parse_arm
+from support_tokens.regularizers import parse_regularizer
 from support_tokens.report import encode
 from support_tokens.report.records import RobustnessReport
 from support_tokens.report.robustness import render_html
@@ -110,7 +110,7 @@ def reproduce(
             result = train(
                 dataclasses.replace(plan, seed=seed),
                 corpus,
-                parse_arm(arm),
+                parse_regularizer(arm),
                 run,
                 resume=begun,
                 force=not begun,

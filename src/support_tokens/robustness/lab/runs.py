@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
-from support_tokens.regularizers import Arm, arm_from_config, arm_label
+from support_tokens.regularizers import Regularizer, regularizer_from_config, regularizer_label
 from support_tokens.training import Corpus, RunFolder, load_corpus, read_result
 
 
@@ -18,14 +18,14 @@ class TrainedRun:
     """A finished run: its folder, its arm, and the seed and configuration it was trained with."""
 
     folder: Path
-    arm: Arm
+    arm: Regularizer
     seed: int
     config: Mapping[str, Any]
 
     @property
     def label(self) -> str:
         """The arm with its options, the same for all seeds of it."""
-        return arm_label(self.arm)
+        return regularizer_label(self.arm)
 
 
 def open_run(folder: str | Path) -> TrainedRun:
@@ -38,7 +38,7 @@ def open_run(folder: str | Path) -> TrainedRun:
     read_result(run.path)
     config = run.config()
     try:
-        return TrainedRun(run.path, arm_from_config(config["arm"]), int(config["plan"]["seed"]), config)
+        return TrainedRun(run.path, regularizer_from_config(config["arm"]), int(config["plan"]["seed"]), config)
     except (KeyError, TypeError, ArgumentError) as error:
         raise RunFolderError(f"'{run.path / 'config.json'}' is not that of a run ({error}); train again.") from error
 
