@@ -25,10 +25,8 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
-# The page of the explorer is an extra: without gradio its modules cannot be read for doctests.
-collect_ignore = (
-    [] if find_spec("gradio") else [f"src/support_tokens/explorer/{name}.py" for name in ("page", "server")]
-)
+# The server of the explorer is an extra: without starlette it cannot be read for doctests.
+collect_ignore = [] if find_spec("starlette") else ["src/support_tokens/explorer/server.py"]
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)

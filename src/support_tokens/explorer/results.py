@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 
 from support_tokens.analysis import MarginReport
-from support_tokens.report.tokens import margins_html
+from support_tokens.report.tokens import changes_html, margins_html
 
 
 class Results:
@@ -24,7 +24,7 @@ class Results:
 
     def __init__(self, most: int = 32) -> None:
         self._most = most
-        self._kept: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[MarginReport, dict[str, bytes]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def keep(self, report: MarginReport) -> str:
@@ -33,7 +33,7 @@ class Results:
         made = {"html": margins_html(report.record).encode(), "json": text.encode()}
         name = secrets.token_urlsafe(24)
         with self._lock:
-            self._kept[name] = made
+            self._kept[name] = (report, made)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         return name
@@ -41,4 +41,16 @@ class Results:
     def get(self, name: str, kind: str) -> bytes | None:
         """The `html` or `json` kept under a name, or None."""
         with self._lock:
-            return self._kept.get(name, {}).get(kind)
+            return self._kept[name][1].get(kind) if name in self._kept else None
+
+    def changes(self, before: str, after: str) -> str | None:
+        """The page of what changed between two results, or None if one is not kept.
+
+        Raises:
+            ArgumentError: They share no layer and view.
+        """
+        with self._lock:
+            if before not in self._kept or after not in self._kept:
+                return None
+            reports = self._kept[before][0], self._kept[after][0]
+        return changes_html(reports[0].compare(reports[1]))

@@ -111,14 +111,15 @@ def load_model(
     with _reading(files):
         from peft import PeftModel
 
-        merged = PeftModel.from_pretrained(loaded, files.adapter)
-        if not hasattr(merged.base_model, "merge_and_unload"):
-            kind = next(iter(merged.peft_config.values())).peft_type.value
+        adapted = PeftModel.from_pretrained(loaded, files.adapter)
+        merge = getattr(adapted.base_model, "merge_and_unload", None)
+        if merge is None:
+            kind = next(iter(adapted.peft_config.values())).peft_type
             raise RunFolderError(
-                f"the adapter in '{files.adapter}' must change weights, as LoRA does, received {kind}; pass its base "
-                "model."
+                f"the adapter in '{files.adapter}' must change weights, as LoRA does, received "
+                f"{getattr(kind, 'value', kind)}; pass its base model."
             )
-        return merged.merge_and_unload().eval(), load_tokenizer(model, gguf_file)
+        return merge().eval(), load_tokenizer(model, gguf_file)
 
 
 def load_tokenizer(model: str | Path, gguf_file: str | None = None) -> Any:
