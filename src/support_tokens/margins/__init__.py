@@ -44,7 +44,8 @@ from support_tokens.margins.fused import fused_penalty
 from support_tokens.margins.jacobian import JacobianBlocks
 from support_tokens.margins.linalg.elimination import slogdet_and_inverse
 from support_tokens.margins.linalg.lapack import each_matrix
-from support_tokens.margins.linalg.slogdet import Slogdet, full_precision, is_near_singular, safe_slogdet, sigma_min
+from support_tokens.margins.linalg.sigma import sigma_min
+from support_tokens.margins.linalg.slogdet import Slogdet, full_precision, is_near_singular, safe_slogdet
 from support_tokens.margins.linear_maps import NormJacobian, Projection, Rotation, gather_positions
 from support_tokens.margins.margins import (
     Margins,

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from support_tokens.errors import ArgumentError
 from support_tokens.margins.assembly import block_slogdet
 from support_tokens.margins.jacobian import JacobianBlocks
-from support_tokens.margins.linalg.slogdet import Slogdet, full_precision, sigma_min
+from support_tokens.margins.linalg.sigma import SigmaMin, sigma_min_with_bound
+from support_tokens.margins.linalg.slogdet import Slogdet, full_precision
 from support_tokens.margins.linear_maps import Positions, gather_positions
 from support_tokens.margins.state import AttentionState, state_from_weights
 
@@ -48,12 +49,20 @@ class Margins:
     log_abs_det: Tensor
     valid: Tensor
     rankable: Tensor
-    _sigma_min: Callable[[], Tensor] = field(repr=False)
+    _sigma_min: Callable[[], SigmaMin] = field(repr=False)
+
+    @property
+    def sigma_min(self) -> Tensor:
+        r"""$\sigma_{\min}(J_t)$, `(B, n)`; computed when first read, since it needs the D x D matrices."""
+        return self._smallest.value
+
+    @property
+    def sigma_min_bound(self) -> Tensor:
+        r"""Bound on the absolute error of `sigma_min`, `(B, n)`; see `SigmaMin`."""
+        return self._smallest.bound
 
     @cached_property
-    def sigma_min(self) -> Tensor:
-        r"""$\sigma_{\min}(J_t)$, `(B, n)`; computed when first read, since it needs the singular values of D x D
-        matrices."""
+    def _smallest(self) -> SigmaMin:
         return self._sigma_min()
 
     def support_tokens(self, k: int) -> Tensor:
@@ -219,14 +228,15 @@ def margins_of(
     """`Margins` from what was computed, with what the state knows of its positions."""
     every: Positions = slice(0, state.length) if positions is None else positions
 
-    def smallest() -> Tensor:
+    def smallest() -> SigmaMin:
         if not log_abs_det.numel():
-            return torch.zeros_like(log_abs_det)
+            return SigmaMin(torch.zeros_like(log_abs_det), torch.zeros_like(log_abs_det))
         identity = torch.eye(state.width, dtype=state.query.dtype, device=state.query.device)
         blocks = JacobianBlocks(state)
         chunks = position_chunks(state, positions, state.width)
         with full_precision(state.query):
-            return torch.cat([sigma_min(identity + view_sign(view) * blocks.dense(chunk)) for chunk in chunks], dim=1)
+            parts = [sigma_min_with_bound(identity + view_sign(view) * blocks.dense(chunk)) for chunk in chunks]
+        return SigmaMin(*(torch.cat(values, dim=1) for values in zip(*parts, strict=True)))
 
     valid, rankable = (gather_positions(mask, every, 1) for mask in (_valid(state), rankable_positions(state)))
     return Margins(sign, log_abs_det, valid, rankable, smallest)

@@ -15,6 +15,7 @@ from support_tokens.margins import (
     position_chunks,
     safe_slogdet,
     sigma_min,
+    slogdet_and_inverse,
     view_sign,
 )
 
@@ -106,10 +107,9 @@ class MarginReader:
             if dense is not None:
                 matrix = sign * dense + _identity(dense)
                 if "gradient_norm" in wanted:
-                    singular = torch.linalg.svdvals(matrix)
-                    made["sigma_min"] = singular[..., -1]
-                    made["gradient_norm"] = singular.reciprocal().square().sum(-1).sqrt()
-                elif "sigma_min" in wanted:
+                    nonzero, _, inverse = slogdet_and_inverse(matrix)
+                    made["gradient_norm"] = inverse.flatten(-2).norm(dim=-1).masked_fill(nonzero == 0, torch.inf)
+                if "sigma_min" in wanted:
                     made["sigma_min"] = sigma_min(matrix)
                 if "coupling_sign" in wanted:
                     made["coupling_sign"] = _dominant_sign(dense)

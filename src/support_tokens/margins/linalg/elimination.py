@@ -11,7 +11,7 @@ $$ \eta = \frac{|M X z - z|}{|M|_F\, |X z|} > 8\,\epsilon $$
 `torch.compile`, partial pivoting is used at once: the trial would have to be waited for.
 """
 
-__all__ = ["slogdet_and_inverse", "slogdet_by_pivoting"]
+__all__ = ["matrices_times_vectors", "probes", "slogdet_and_inverse", "slogdet_by_pivoting"]
 
 import torch
 from torch import Tensor
@@ -91,9 +91,9 @@ def _by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sign, log_abs_det = _eliminate(inverse)
     allowed = _BACKWARD_ERROR * torch.finfo(matrix.dtype).eps * matrix.flatten(1).norm(dim=1)
     sound = torch.ones_like(sign, dtype=torch.bool)
-    for probe in _probes(matrix):
+    for probe in probes(matrix):
         tried = (inverse.flatten(0, 1) @ probe).view(inverse.shape[:2])
-        miss = _matrices_times_vectors(matrix, tried) - probe
+        miss = matrices_times_vectors(matrix, tried) - probe
         sound &= miss.norm(dim=1) <= allowed * tried.norm(dim=1)  # NaN is not
     unsound = (~sound).nonzero().squeeze(-1)
     if unsound.numel():
@@ -101,13 +101,14 @@ def _by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sign, log_abs_det, inverse
 
 
-def _probes(matrix: Tensor) -> Tensor:
+def probes(matrix: Tensor) -> Tensor:
     """Fixed vectors `(2, N)` of entries in [-1, 1] that look random: a quadratic chirp."""
     count = torch.arange(_PROBES * matrix.shape[-1], dtype=torch.float64)
     return (count.square() * 2.399963).cos().to(matrix.dtype).reshape(_PROBES, -1)
 
 
-def _matrices_times_vectors(matrix: Tensor, vector: Tensor) -> Tensor:
+def matrices_times_vectors(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Products of matrices `(m, N, N)` with one vector each, `(m, N)`."""
     # Products of matrices with few columns are the slow case of a processor's library: neither form below is one.
     if matrix.shape[-1] > 128:
         return torch.stack([m @ v for m, v in zip(matrix, vector, strict=True)])

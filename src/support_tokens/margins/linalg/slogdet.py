@@ -1,4 +1,4 @@
-r"""Sign and log-determinant with a gradient that is safe at the boundary, and the distance to it.
+r"""Sign and log-determinant with a gradient that is safe at exactly singular matrices.
 
 Range of validity: float32 and float64 (16-bit input is taken to float32, autocast is off). The determinant itself is
 never formed.
@@ -8,7 +8,7 @@ degenerate position can neither poison a batch nor pull on it. A merely near-sin
 gradient $J^{-T}$.
 """
 
-__all__ = ["Slogdet", "full_precision", "is_near_singular", "safe_slogdet", "sigma_min"]
+__all__ = ["Slogdet", "checked_square", "full_precision", "is_near_singular", "safe_slogdet"]
 
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ def safe_slogdet(matrix: Tensor) -> Slogdet:
         >>> safe_slogdet(torch.diag(torch.logspace(-4, -3, 100, dtype=torch.float64))).log_abs_det.round(decimals=4)
         tensor(-805.9048, dtype=torch.float64)
     """
-    matrix = _square(matrix)
+    matrix = checked_square(matrix)
     if not matrix.shape[-1]:
         # The empty product, as in torch.linalg.slogdet.
         zero = matrix.sum((-2, -1))
@@ -83,18 +83,6 @@ class _LUSlogdet(torch.autograd.Function):
         return grad[..., None, None] * inverse.mT
 
 
-def sigma_min(matrix: Tensor) -> Tensor:
-    r"""$\sigma_{\min}(M)$, the spectral-norm distance of `matrix` `(..., N, N)` to the nearest singular one, `(...)`.
-
-    Example:
-        >>> sigma_min(torch.diag(torch.tensor([3.0, 0.5])))
-        tensor(0.5000)
-    """
-    matrix = _square(matrix, least=1)
-    with full_precision(matrix):
-        return torch.linalg.svdvals(matrix)[..., -1]
-
-
 def is_near_singular(matrix: Tensor, tolerance: float | None = None) -> Tensor:
     r"""Whether $\sigma_{\min}(M) \le \mathrm{tolerance} \cdot \sigma_{\max}(M)$: singular to working precision.
 
@@ -109,7 +97,7 @@ def is_near_singular(matrix: Tensor, tolerance: float | None = None) -> Tensor:
         >>> is_near_singular(torch.tensor([[1.0, 2, 3], [2, 5, 6], [3, 6, 9]]))
         tensor(True)
     """
-    matrix = _square(matrix, least=1)
+    matrix = checked_square(matrix, least=1)
     if tolerance is None:
         tolerance = matrix.shape[-1] * torch.finfo(matrix.dtype).eps
     with full_precision(matrix):
@@ -117,7 +105,8 @@ def is_near_singular(matrix: Tensor, tolerance: float | None = None) -> Tensor:
     return values[..., -1] <= tolerance * values[..., 0]
 
 
-def _square(matrix: Tensor, least: int = 0) -> Tensor:
+def checked_square(matrix: Tensor, least: int = 0) -> Tensor:
+    """`matrix` in float32 or float64, after a check that it is `(..., N, N)` with N at least `least`."""
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or not matrix.is_floating_point():
         raise ArgumentError(
             f"matrix must be floating and square, (..., N, N), received {tuple(matrix.shape)} of {matrix.dtype}; pass "
