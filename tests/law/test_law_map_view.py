@@ -203,7 +203,7 @@ def test_barrier_gradient_concentrates_on_support_tokens_near_the_boundary():
 
 
 def test_more_support_tokens_than_margins_are_refused():
-    with pytest.raises(ArgumentError, match="at most the 3 positions"):
+    with pytest.raises(ArgumentError, match="k must be at most 3, the number of positions"):
         barrier_concentration(prior_of(), normal(1, 5, 2), k=4)
 
 

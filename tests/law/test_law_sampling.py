@@ -66,7 +66,7 @@ def test_solution_continues_a_past_and_gives_account_of_itself():
     assert whole.iterations.shape == whole.residual.shape == whole.preimages.shape == (3, 8)
     assert (whole.preimages[:, :2] == 1).all(), "one past token cannot fold"
     assert (whole.preimages[:, 2:] == 0).all(), "two unknowns: other solutions are not counted"
-    assert "not looked for" in whole.sentence
+    assert "not searched for" in whole.sentence
     assert float(whole.residual.max()) < 1e-8
 
 
