@@ -181,7 +181,7 @@ def test_gradient_equals_the_dense_implicit_function_theorem():
     weight = normal(1, 5, 3, seed=9)
     x = prior.from_noise(noise)
     (x * weight).sum().backward()
-    jacobian = torch.autograd.functional.jacobian(prior.noise, x.detach()).reshape(15, 15)
+    jacobian = torch.autograd.functional.jacobian(prior.residual, x.detach()).reshape(15, 15)
     expected = torch.linalg.solve(jacobian.T, weight.reshape(15))
     assert_close(noise.grad.reshape(15), expected, rtol=0, atol=1e-9)
 
