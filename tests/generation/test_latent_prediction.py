@@ -75,7 +75,7 @@ def test_batched_samples_equal_single_passes(model, ids, lawful: bool) -> None:
 
 def pushed(law: EmbeddingPrior, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """The inverse of each diagonal block of d noise(x) / dx, by autograd, times noise."""
-    whole = torch.autograd.functional.jacobian(law.noise, x)[0, :, :, 0]  # type: ignore[index]
+    whole = torch.autograd.functional.jacobian(law.residual, x)[0, :, :, 0]  # type: ignore[index]
     blocks = torch.stack([whole[t, :, t] for t in range(x.shape[1])])
     return torch.linalg.solve(blocks, noise[0].unsqueeze(-1)).squeeze(-1).unsqueeze(0)
 
