@@ -1,9 +1,9 @@
-"""Tokens as people know them: byte-level vocabularies, byte fallback, special tokens, and plain ones."""
+"""Text of each token under every kind of vocabulary, of special tokens, and of ids beyond the tokenizer."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from support_tokens.analysis import token_texts
@@ -68,6 +68,88 @@ def test_byte_fallback_and_the_space_that_only_the_vocabulary_puts_there() -> No
     assert [token.token for token in token_texts(fast, ids, "ab aé")] == ["a", "b", " a", "<0xC3>", "<0xA9>"]
     assert [token.shown for token in token_texts(fast, ids, "ab aé")] == [None, None, None, "é⟨1/2⟩", "⟨2/2⟩"]
     assert token_texts(fast, ids)[0].token == " a"
+
+
+CORPUS = ["the cat sat on the mat and the dog sat on the log", "hello, world: this is a small text of words!"] * 20
+
+
+def metaspace(model, trainer, **options) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(**options), decoders.Metaspace(**options)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]", "[CLS]", "[SEP]"])
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+def suffixes() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.BPEDecoder()
+    trainer = trainers.BpeTrainer(vocab_size=80, special_tokens=["<unk>"], end_of_word_suffix="</w>")
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def byte_level(prefix: bool) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+SPECIAL = {"special_tokens": ["<unk>"]}
+KINDS = {
+    "unigram": lambda: metaspace(
+        models.Unigram(), trainers.UnigramTrainer(vocab_size=60, unk_token="<unk>", **SPECIAL)
+    ),
+    "sentencepiece bpe": lambda: metaspace(
+        models.BPE(unk_token="<unk>"), trainers.BpeTrainer(vocab_size=80, **SPECIAL)
+    ),
+    "another mark": lambda: metaspace(
+        models.BPE(unk_token="<unk>"), trainers.BpeTrainer(vocab_size=80, **SPECIAL), replacement="_"
+    ),
+    "word pieces": word_pieces,
+    "suffixes": suffixes,
+    "byte level": lambda: byte_level(False),
+    "byte level with a prefix": lambda: byte_level(True),
+    "characters": lambda: character_tokenizer("".join(CORPUS)),
+}
+SPECIAL_NAMES = ("[CLS]", "[SEP]")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("from_text", [True, False])
+def test_tokens_of_every_kind_of_vocabulary_join_to_the_text(kind: str, from_text: bool) -> None:
+    text, tokenizer = "the cat sat on the log", KINDS[kind]()
+    ids = tokenizer(text)["input_ids"]
+    pieces = [token.token for token in token_texts(tokenizer, ids, text if from_text else None)]
+    joined = "".join(piece for piece in pieces if piece not in SPECIAL_NAMES)
+    assert (joined if from_text and kind != "suffixes" else joined.strip()) == text
+
+
+def test_word_pieces_keep_the_spaces_of_the_text() -> None:
+    tokenizer, text = word_pieces(), "hello, world: on\tthe  mat!"
+    pieces = [token.token for token in token_texts(tokenizer, tokenizer(text)["input_ids"], text)]
+    assert pieces[0] == "[CLS]"
+    assert "".join(pieces[1:-1]) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_id_beyond_the_tokenizer_is_shown_as_such(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    ids = [*tokenizer("the cat")["input_ids"], len(tokenizer) + 2]
+    assert token_texts(tokenizer, ids)[-1].token == f"<id {len(tokenizer) + 2}>"
 
 
 def test_characters() -> None:

@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from transformers import DynamicCache
 
 from generating import PROMPTS, TOKENIZER, endless
 from support_tokens.errors import ArgumentError, RunFolderError
 from support_tokens.generation import MarginMinP, MarginProcessor, MarginTemperature, RowSampler, generate
 from support_tokens.generation.signals import TOKEN_SIGNALS, score_tokens
 from support_tokens.law import EmbeddingPrior
-from support_tokens.models import character_tokenizer
+from support_tokens.models import character_tokenizer, model_margins
 from support_tokens.report.records import Generation, GenerationRecord
+from tiny_models import tiny_model
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -95,6 +97,43 @@ def test_beams_are_refused() -> None:
         model.generate(
             torch.tensor([[3, 4]]), do_sample=False, num_beams=4, max_new_tokens=12, logits_processor=[adapt]
         )
+
+
+@pytest.mark.parametrize("passed_before", [False, True])
+def test_candidates_that_the_model_has_not_read_are_refused(passed_before: bool) -> None:
+    """Prompt lookup asks processors about tokens before the model reads them: a margin would be that of another one."""
+    model, ids = endless(), torch.tensor([[3, 4, 5, 6, 3, 4, 5, 6, 3, 4]])
+    reason = "assisted decoding and prompt lookup do not"
+    with MarginProcessor(model, MarginMinP()) as adapt, torch.no_grad():
+        if passed_before:
+            model(ids)
+        with pytest.raises(ArgumentError, match=reason):
+            model.generate(ids, do_sample=False, max_new_tokens=6, prompt_lookup_num_tokens=3, logits_processor=[adapt])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_second_turn_goes_on_from_the_cache(family: str, count: int) -> None:
+    """Each margin is that of the last token of the text so far, also where a cache of a sliding window forgets."""
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = None
+    ids, seen = torch.tensor([[3, 4, 5, 6, 7, 8]]).repeat(count, 1), []
+
+    class Noting(MarginProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            scores = super().__call__(input_ids, scores)
+            seen.append((input_ids.clone(), self.log_margin))
+            return scores
+
+    options = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+    with Noting(model, lambda scores, _margin: scores) as adapt:
+        cache = DynamicCache(config=model.config)
+        first = model.generate(ids, logits_processor=[adapt], cache=cache, **options)
+        turn = torch.cat((first, torch.tensor([[3, 5]]).repeat(count, 1)), dim=1)
+        model.generate(turn, logits_processor=[adapt], cache=cache, **options)
+    assert len(seen) == 6
+    for text, margin in seen:
+        assert_close(margin, model_margins(model, text)[0].log_abs_det[:, -1], **CLOSE)
 
 
 def test_a_text_abstains_before_the_token_over_the_threshold() -> None:

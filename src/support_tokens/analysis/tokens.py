@@ -1,4 +1,4 @@
-r"""Tokens as people know them: the text of each, with characters that are split over several tokens made whole."""
+r"""Text of each token, with characters that are split over several tokens put together."""
 
 __all__ = ["TokenText", "token_texts"]
 
@@ -12,61 +12,95 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText(NamedTuple):
-    """The text of a token, bytes of a split character as `<0xF0>`; and how it is shown, where that is not the same."""
+    """The text of a token, bytes of a split character as `<0xF0>`; and how it is displayed, if differently."""
 
     token: str
     shown: str | None
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int], text: str | None = None) -> list[TokenText]:
-    r"""What each token stands for.
+    r"""The text that each token stands for.
 
-    Byte-level vocabularies (GPT-2, Llama 3, Qwen) and byte fallback (Llama 2, Gemma) cut characters into bytes. The
-    first part of such a character is shown as `🙂⟨1/2⟩`, the others as `⟨2/2⟩`.
+    Byte-level vocabularies (GPT-2, Llama 3, Qwen) and byte fallback (Llama 2, Gemma) split characters into bytes. The
+    first part of such a character is shown as `🙂⟨1/2⟩`, the others as `⟨2/2⟩`. An id that the tokenizer does not know,
+    as in a padded embedding matrix, is shown as `<id 50300>`.
 
     Args:
         tokenizer: A tokenizer of transformers.
         ids: Token ids in the order of the text.
-        text: The text they came from; a leading space that only the vocabulary puts there is then left out.
+        text: The text they came from; spaces that only the vocabulary adds are then left out.
 
     Example:
         >>> from support_tokens.models import character_tokenizer
         >>> token_texts(character_tokenizer("ab c"), [3, 2])
         [TokenText(token='a', shown=None), TokenText(token=' ', shown=None)]
     """
-    pieces = _bytes_of(tokenizer, ids)
+    style, mark = _style(tokenizer)
+    pieces = [_piece(tokenizer, index, style, mark) for index in ids]
+    if style == "wordpiece":
+        pieces = _spaced(tokenizer, list(ids), pieces, text)
     if text is not None and pieces and pieces[0].startswith(b" ") and not text.startswith(" "):
         pieces[0] = pieces[0][1:]
     return _made_whole(pieces)
 
 
-def _bytes_of(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
-    added = {index: str(token) for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-    names: list[str] = tokenizer.convert_ids_to_tokens(list(ids))
-    style = _style(tokenizer)
-    found = []
-    for index, name in zip(ids, names, strict=True):
-        if index in added:
-            found.append(added[index].encode("utf-8", "surrogatepass"))
-        elif style == "bytes" and all(letter in _letters() for letter in name):
-            found.append(bytes(_letters()[letter] for letter in name))
-        elif style == "fallback" and (match := _BYTE.fullmatch(name)):
-            found.append(bytes([int(match[1], 16)]))
-        elif style == "fallback":
-            found.append(name.replace("▁", " ").encode("utf-8", "surrogatepass"))
-        else:
-            said = tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            found.append(said.encode("utf-8", "surrogatepass"))
-    return found
+def _piece(tokenizer: Any, index: int, style: str, mark: str) -> bytes:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(index)
+    name = str(added) if added is not None else _name(tokenizer, index)
+    if name is None:
+        return f"<id {index}>".encode()
+    if added is None:
+        if style == "bytes" and all(letter in _letters() for letter in name):
+            return bytes(_letters()[letter] for letter in name)
+        if style == "fallback" and (match := _BYTE.fullmatch(name)):
+            return bytes([int(match[1], 16)])
+        if style in ("fallback", "spaces"):
+            name = name.replace(mark, " ")
+        elif style == "wordpiece":
+            name = name.removeprefix(mark) if name.startswith(mark) else f" {name}"
+        elif style != "bytes" or name not in _letters():
+            name = tokenizer.decode([index], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return name.encode("utf-8", "surrogatepass")
 
 
-def _style(tokenizer: Any) -> str:
-    """How the vocabulary writes text: by letters for bytes, with bytes as a fallback, or as it is."""
+def _name(tokenizer: Any, index: int) -> str | None:
+    try:
+        return tokenizer.convert_ids_to_tokens([index])[0]
+    except (IndexError, KeyError, OverflowError, TypeError):  # each kind of tokenizer has its own error
+        return None
+
+
+def _style(tokenizer: Any) -> tuple[str, str]:
+    """How the vocabulary writes text, and its mark for a space or, in WordPiece, for the inside of a word."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return "plain"
-    said = json.dumps(json.loads(backend.to_str()).get("decoder"))
-    return "bytes" if '"ByteLevel"' in said else "fallback" if '"ByteFallback"' in said else "plain"
+        return ("spaces", "\u2581") if hasattr(tokenizer, "sp_model") else ("plain", "")
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    kinds = {one["type"]: one for one in (decoder, *decoder.get("decoders", ()))}
+    if "ByteLevel" in kinds:
+        return "bytes", ""
+    if "ByteFallback" in kinds:
+        return "fallback", "\u2581"
+    if "Metaspace" in kinds:
+        return "spaces", kinds["Metaspace"]["replacement"]
+    if "Replace" in kinds and kinds["Replace"].get("content") == " ":
+        return "spaces", kinds["Replace"]["pattern"].get("String", "\u2581")
+    if "BPEDecoder" in kinds:
+        return "spaces", kinds["BPEDecoder"]["suffix"]
+    return ("wordpiece", kinds["WordPiece"]["prefix"]) if "WordPiece" in kinds else ("plain", "")
+
+
+def _spaced(tokenizer: Any, ids: list[int], pieces: list[bytes], text: str | None) -> list[bytes]:
+    """Pieces of WordPiece with the spaces of the text, or of its own rule where the text is not known."""
+    encoded = None if text is None else tokenizer(text, return_offsets_mapping=True, verbose=False)
+    if encoded is None or encoded["input_ids"][: len(ids)] != ids:
+        return [pieces[0].removeprefix(b" "), *pieces[1:]] if pieces else pieces
+    spaced, end = [], 0
+    for piece, (start, stop) in zip(pieces, encoded["offset_mapping"], strict=False):
+        if stop > start:
+            piece, end = text[end:start].encode("utf-8", "surrogatepass") + piece.removeprefix(b" "), stop  # type: ignore[index]
+        spaced.append(piece)
+    return spaced
 
 
 @lru_cache(maxsize=1)

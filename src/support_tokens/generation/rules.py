@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
-from support_tokens.errors import ArgumentError
-from support_tokens.models import AttentionCapture, MarginReader
+from support_tokens.errors import ArgumentError, CaptureError
+from support_tokens.margins import AttentionState
+from support_tokens.models import AttentionCapture, MarginReader, text_config
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """Logits `(B, V)` and log margins `(B,)` in nats to logits."""
@@ -98,6 +99,12 @@ class MarginMinP:
         return scores.masked_fill(scores < least, -torch.inf)
 
 
+_ASSISTED = (
+    "MarginProcessor must be called after a forward pass that ends with the last token, which assisted decoding and "
+    "prompt lookup do not do"
+)
+
+
 class MarginProcessor(LogitsProcessor):
     r"""Applies a rule inside `model.generate(logits_processor=[...])`.
 
@@ -112,7 +119,8 @@ class MarginProcessor(LogitsProcessor):
 
     Raises:
         UnsupportedModelError: The attention of the model cannot be read exactly.
-        ArgumentError: A layer or view does not exist; while generating: texts were reordered, as beam search does.
+        ArgumentError: A layer or view does not exist; while generating: texts were reordered, as in beam search, or the
+            last forward pass does not end with the last token, as in assisted decoding and prompt lookup.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -129,23 +137,43 @@ class MarginProcessor(LogitsProcessor):
         self.rule = rule
         self._reader = MarginReader(views=(view,))
         self._capture = AttentionCapture(model, (layer,))
+        self._window = getattr(text_config(model), "sliding_window", None)
         self._ids: Tensor | None = None
+        self._beside: int | None = None  # keys that are no tokens of the text, such as virtual ones of prompt tuning
         self.log_margin: Tensor | None = None
         """Log margins `(B,)` of the last step, in nats."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         """Applies the rule, given tokens so far `(B, T)` and logits `(B, V)`."""
-        ((layer, state),) = self._capture.states().items()
-        before = None if state.key.shape[2] == state.length else self._ids  # a text that begins goes on from nothing
-        if before is not None and not torch.equal(input_ids[:, :-1], before):
-            raise ArgumentError(
-                "MarginProcessor must see each text go on in its own row, received texts that were reordered, as beam "
-                "search does, where a margin would be held against another beam's; sample or decode greedily."
-            )
+        try:
+            ((layer, state),) = self._capture.states().items()
+        except CaptureError as error:
+            raise ArgumentError(f"{_ASSISTED}, received a call without one; do not use them.") from error
+        self._check(input_ids, state)
         self._ids = input_ids
+        self._capture.clear()  # a pass serves one call: candidates of assisted decoding come without one
         (figures,) = self._reader(layer, state, slice(state.length - 1, state.length)).values()
         self.log_margin = figures["log_abs_det"][:, 0]
         return self.rule(scores, self.log_margin)
+
+    def _check(self, input_ids: Tensor, state: AttentionState) -> None:
+        keys, before = state.key.shape[2], self._ids
+        beside = keys - input_ids.shape[1]
+        if keys == state.length or self._beside is None:
+            # A text begins here, perhaps on a cache that holds its earlier part.
+            self._beside, before = beside, None
+        forgotten = self._window is not None and beside < self._beside and keys + 1 >= self._window
+        if beside != self._beside and not forgotten:
+            raise ArgumentError(
+                f"{_ASSISTED}, received {input_ids.shape[1]} tokens after a pass over {keys - self._beside}; do "
+                "not use them."
+            )
+        shared = None if before is None else min(before.shape[1], input_ids.shape[1])
+        if before is not None and not torch.equal(input_ids[:, :shared], before[:, :shared]):
+            raise ArgumentError(
+                "MarginProcessor must see each text go on in its own row, received texts that were reordered, as in "
+                "beam search, where a margin would belong to another text; sample or decode greedily."
+            )
 
     def remove(self) -> None:
         """Removes the hooks."""
