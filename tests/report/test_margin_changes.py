@@ -13,6 +13,7 @@ from support_tokens.report.records import (
     TokenMargin,
     compare_records,
 )
+from support_tokens.report.tokens.page_data import changes_data
 
 
 def record(text: str, margins=None, model="m", layer=0, **options) -> MarginRecord:
@@ -79,3 +80,31 @@ def test_changes_come_back_from_json() -> None:
         MarginChanges.from_record({"schema_version": 1, "kind": "token_margins"})
     with pytest.raises(RunFolderError, match="received 'list'"):
         MarginChanges.from_record([])
+
+
+def test_a_change_below_the_floor_is_called_unchanged_and_has_no_colour() -> None:
+    before, after = record("abcdef", [1.0] * 6), record("abcdef", [1.0, 1.01 - 1e-9, 0.98, 1.5, 0.0, 1.02])
+    changes = compare_records(before, after)
+    assert changes.floor == 0.01
+    assert [changes.unchanged(change) for change in changes.layers[0].tokens] == [True] * 2 + [False] * 4
+    panel = changes_data(changes)["panels"][0]
+    # Grew: bands below 3; shrank: bands above. The largest change is 1, so 0.5 is in the second third of the scale.
+    assert panel["bands"]["difference"] == "334162"
+    assert [change.first for change in changes.layers[0].tokens] == [True] * 4 + [False] * 2
+
+
+def test_each_layer_has_a_scale_of_its_own() -> None:
+    tokens = "abcdef"
+    layers = lambda *scales: MarginRecord(  # noqa: E731
+        "m",
+        tuple(
+            LayerMargins.of_columns(tokens, [scale * t for t in range(6)], [1] * 6, layer=layer)
+            for layer, scale in enumerate(scales)
+        ),
+    )
+    panels = changes_data(compare_records(layers(0.0, 0.0), layers(1.0, 100.0)))["panels"]
+    assert panels[0]["map"][1:] == panels[1]["map"][1:] and panels[0]["mapLimits"] != panels[1]["mapLimits"]
+
+
+def test_half_precision_raises_the_floor() -> None:
+    assert compare_records(record("a", dtype="bfloat16"), record("a", dtype="float32")).floor > 0.05

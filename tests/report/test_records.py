@@ -94,6 +94,14 @@ def test_a_version_can_be_raised_alone_and_its_old_files_are_read(record, monkey
         type(record).from_record({**in_json(record), "schema_version": known.version + 2})
 
 
+@pytest.mark.parametrize("record", [*samples(), GENERATION.generations[0]], ids=lambda record: type(record).__name__)
+def test_a_notebook_shows_a_record_inertly_and_its_repr_is_short(record) -> None:
+    page = record._repr_html_()
+    assert page.startswith("<") and "<script" not in page  # a page in a frame is escaped
+    assert page.count("<iframe") == page.count('<iframe sandbox="allow-scripts"')
+    assert isinstance(record, MarginRecord | BenchRecord | GenerationRecord) or len(repr(record)) < 300
+
+
 def test_names_of_version_1_are_read() -> None:
     record = sample_record(layers=(0,))
     old = in_json(record)

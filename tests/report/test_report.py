@@ -20,6 +20,7 @@ from support_tokens.report.robustness import (
     conditions,
     degradation_png,
     headline,
+    leaders,
     print_report,
     render_html,
     render_text,
@@ -142,6 +143,18 @@ def test_few_sequences_mark_nothing_as_significant():
     page, text = render_html(report), render_text(report)
     assert "▼</span><span" not in page and "▲</span><span" not in page
     assert "✓" not in text and "✗" not in text
+    enough = synthetic(sequences=20, ce=CE, other=(2.5, 1.0, 3.0, 1.0))
+    assert finding(enough, "Clean text").tone == "worse"
+
+
+def test_headline_names_leaders_and_ties():
+    report = synthetic(ce=CE, a=(2.0, 1.0, 2.0, 1.0), b=(2.0, 1.5, 1.0, 1.0))
+    assert headline(report) == "Use A for absolute noise; B for scale-matched noise; no clear difference elsewhere."
+    tied = synthetic(ce=CE, a=(2.0, 1.0, 1.0, 1.0), b=(2.0, 1.0, 1.0, 1.0))
+    assert set(leaders(tied, conditions(tied)[0])) == {"a", "b"}
+    assert headline(tied) == "No model is clearly ahead under any condition."
+    assert headline(synthetic(ce=CE, a=(2.5, 3.0, 3.0, 1.0))) == "Use CE for everything."
+    assert headline(synthetic(ce=CE)) == "One model: nothing is compared."
 
 
 def test_settings_without_a_curve_are_conditions_of_their_own():

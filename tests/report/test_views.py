@@ -17,7 +17,7 @@ from margin_samples import HOSTILE, layer_of, record_of, sample_record
 from support_tokens.errors import ArgumentError
 from support_tokens.report import band, band_css, limits_of
 from support_tokens.report import tokens as views
-from support_tokens.report.records import MarginRecord, compare_records
+from support_tokens.report.records import LayerMargins, MarginRecord, compare_records
 
 PACKAGE = Path(views.__file__).parent
 
@@ -234,3 +234,9 @@ def test_views_know_no_model() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module.split(".")[0])
     assert not names & {"torch", "transformers", "tokenizers"}
+
+
+def test_the_sparkline_is_low_where_the_margin_is_low() -> None:
+    entries = (LayerMargins.of_columns("abc", [0.0, 1.0, 2.0], [1, 1, 1], layer=layer) for layer in (0, 1))
+    said = printed(views.margins_renderable(MarginRecord("m", tuple(entries))), width=120)
+    assert said.count("▁▄▇") == 2

@@ -1,7 +1,8 @@
 """What all records share: a kind, a version, JSON, and how files of earlier versions are read."""
 
-__all__ = ["RECORD_KINDS", "Record", "RecordKind", "renamed"]
+__all__ = ["RECORD_KINDS", "Record", "RecordKind", "notebook_html", "renamed"]
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from support_tokens.errors import RunFolderError
 from support_tokens.files import read_object, write_json
 from support_tokens.report.schema import decode, encode
 
+_VIEWS = "support_tokens.report.notebook"
 R = TypeVar("R", bound="Record")
 
 
@@ -90,6 +92,10 @@ class Record:
                 ) from error
         return decode(cls, record, source=source)
 
+    def _repr_html_(self) -> str:
+        """The record in a notebook; the views stand above the records and are loaded when they are asked for."""
+        return notebook_html(self)
+
     def to_json(self, path: str | Path) -> None:
         """Writes the record to `path`, atomically.
 
@@ -106,6 +112,11 @@ class Record:
             RunFolderError: The file is missing, is not JSON, or holds no record of this kind.
         """
         return cls.from_record(read_object(path), source=f"'{path}'")
+
+
+def notebook_html(value: Any) -> str:
+    """HTML of a record, or of a part of one, for a notebook."""
+    return importlib.import_module(_VIEWS).fragment(value)
 
 
 def renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -10,7 +10,14 @@ from typing import Annotated, Any
 from support_tokens.errors import ArgumentError
 from support_tokens.report.records.base import Record, renamed
 from support_tokens.report.records.tokens import RENAMED, LayerMargins, MarginRecord, TokenMargin
-from support_tokens.report.schema import AT_LEAST_ONE
+from support_tokens.report.schema import AT_LEAST_ONE, NON_NEGATIVE
+
+PRACTICAL_FLOOR = 0.01
+"""Nats; a change of one per cent of the determinant."""
+FIRST_POSITIONS = 4
+"""Tokens so early have few others to attend to and are nearly always support tokens; views mark them."""
+# Log margins of models in half precision differ by about the square root of its rounding unit between two runs.
+_ROUNDING = {"float16": 2.0**-5, "bfloat16": 2.0**-3.5}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,11 @@ class TokenChange:
         token = self.after if self.after is not None else self.before
         assert token is not None, "a change has a token before or after"
         return token
+
+    @property
+    def first(self) -> bool:
+        """Whether the token is one of the first of its text, which are nearly always support tokens."""
+        return self.token.position < FIRST_POSITIONS
 
     @property
     def flipped(self) -> bool:
@@ -86,6 +98,7 @@ class MarginChanges(Record, kind="margin_changes", version=2, upgrade=_upgrade):
         k: How many tokens of smallest margin count as support tokens.
         layers: One entry a text, layer and view.
         notes: Sentences that a reader should know.
+        floor: Changes of the log margin up to this size, nats, are practically none.
     """
 
     before: str
@@ -93,6 +106,15 @@ class MarginChanges(Record, kind="margin_changes", version=2, upgrade=_upgrade):
     k: Annotated[int, AT_LEAST_ONE]
     layers: Annotated[tuple[LayerChanges, ...], AT_LEAST_ONE]
     notes: tuple[str, ...] = ()
+    floor: Annotated[float, NON_NEGATIVE] = PRACTICAL_FLOOR
+
+    def unchanged(self, change: TokenChange) -> bool:
+        """Whether the log margin of a token is practically the same before and after."""
+        return change.difference is not None and abs(change.difference) <= self.floor
+
+    def __repr__(self) -> str:
+        tokens = sum(len(layer.tokens) for layer in self.layers)
+        return f"MarginChanges({self.before!r} to {self.after!r}, {len(self.layers)} layers, {tokens} changes)"
 
 
 def compare_records(
@@ -130,7 +152,8 @@ def compare_records(
         )
     layers = tuple(_changes(old, new, k) for old, new in shared)
     left, right = names or _names(before, after)
-    return MarginChanges(left, right, k, layers, _notes(before, after, len(shared)))
+    floor = max(PRACTICAL_FLOOR, *(_ROUNDING.get(record.dtype or "", 0.0) for record in (before, after)))
+    return MarginChanges(left, right, k, layers, _notes(before, after, len(shared)), floor)
 
 
 def _changes(old: LayerMargins, new: LayerMargins, k: int) -> LayerChanges:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from support_tokens.report.records.base import Record
+from support_tokens.report.records.base import Record, notebook_html
 
 FINISH_REASONS = ("end", "length", "abstained", "nonfinite", "interrupted")
 """The end token came; `max_new_tokens` were written; a signal rose above its threshold; the logits were no numbers;
@@ -47,6 +47,12 @@ class Generation:
     tokens: tuple[GeneratedToken, ...]
     finish_reason: str
     sentence: str
+
+    def __repr__(self) -> str:
+        return f"Generation({self.text[:60]!r}, {len(self.tokens)} tokens, {self.finish_reason!r})"
+
+    def _repr_html_(self) -> str:
+        return notebook_html(self)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ __all__ = [
 ]
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,14 +155,8 @@ class Difference:
 
     def reversed(self) -> "Difference":
         """`reference` minus `arm`."""
-        return Difference(
-            self.reference,
-            self.arm,
-            self.condition,
-            -self.bits,
-            -self.degradation,
-            None if self.calibration is None else -self.calibration,
-        )
+        calibration = None if self.calibration is None else -self.calibration
+        return Difference(self.reference, self.arm, self.condition, -self.bits, -self.degradation, calibration)
 
 
 @dataclass(frozen=True)
@@ -258,7 +253,7 @@ class RobustnessReport(Record, kind="support-tokens/robustness", version=2, upgr
             *self._parts_of_split(arms, families),
         ):
             if sorted(present) != (wanted := sorted(required)):
-                wrong = set(present) ^ set(wanted) or {key for key in present if present.count(key) > 1}
+                wrong = set(present) ^ set(wanted) or {key for key, n in Counter(present).items() if n > 1}
                 raise ArgumentError(
                     f"The {what} of a robustness report must be there once for each of its arms and perturbations, but "
                     f"{min(wrong)!r} is missing or too many; evaluate again."
@@ -339,6 +334,9 @@ class RobustnessReport(Record, kind="support-tokens/robustness", version=2, upgr
             if difference.condition == family and set(pair) == {arm, reference}:
                 return difference if pair == (arm, reference) else difference.reversed()
         raise KeyError((arm, reference, family))
+
+    def __repr__(self) -> str:
+        return f"RobustnessReport({self.status!r})"
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row for each arm, perturbation and seed, and one over all seeds with intervals (`seed` is `all`)."""

@@ -64,6 +64,7 @@
     const p = panel();
     if (p.sign.some((sign) => sign < 0)) box.append(sample("negative", "a", "negative determinant"));
     if (p.ranked.some((ranked, i) => !ranked && !(rows()[i].c === "deleted"))) box.append(sample("unranked", "a", "not ranked"));
+    if (!margins) box.append(make("span", {}, make("span", { class: "t d3" }, "a"), `practically unchanged, at most ${number(data.floor, 3)}`), sample("first", "a", "first positions: nearly always support tokens"));
     for (const kind of ["replaced", "inserted", "deleted"])
       if (rows().some((row) => row.c === kind)) box.append(sample(kind, "a", kind));
   };
@@ -85,6 +86,7 @@
       if (margins && !p.ranked[i]) classes.push("unranked");
       if (p.sign[i] < 0) classes.push("negative");
       if (row.c) classes.push(row.c);
+      if (row.f) classes.push("first");
       const rank = order.indexOf(i);
       if (rank >= 0) classes.push("support");
       else if (!margins && p.rankBefore[i]) classes.push("was-support");
@@ -180,6 +182,7 @@
     const [before, after] = context(i);
     const button = make("button", { type: "button" }, make("span", { class: "aside" }, make("bdi", {}, before)),
       make("b", {}, make("bdi", {}, alone(rows()[i]))), make("span", { class: "aside" }, make("bdi", {}, after)));
+    if (rows()[i].f) button.append(make("span", { class: "aside" }, " · first positions"));
     button.addEventListener("click", () => activate(i, { focus: true, scroll: true }));
     return button;
   };
@@ -200,17 +203,20 @@
       at("ranking").replaceChildren(tableOf("", heads, lines));
       return;
     }
-    const lines = (chosen) => chosen.map((i) => [[tokenButton(i), "context"], [number(p.before[i]), "n"], [number(p.margin[i]), "n"], [number(p.difference[i], 3, true), "n"]]);
+    const lines = (chosen) => chosen.map((i) => [[tokenButton(i), "context"], [number(p.before[i]), "n"], [number(p.margin[i]), "n"], [Math.abs(p.difference[i] ?? Infinity) <= data.floor ? "unchanged" : number(p.difference[i], 3, true), "n"]]);
     const heads = [["token in its context"], ["before", "n"], ["after", "n"], ["change", "n"]];
     const places = p.rank.map((_, i) => i);
     const gained = places.filter((i) => p.rank[i] && !p.rankBefore[i]).sort((a, b) => p.rank[a] - p.rank[b]);
     const lost = places.filter((i) => p.rankBefore[i] && !p.rank[i]).sort((a, b) => p.rankBefore[a] - p.rankBefore[b]);
-    const moved = places.filter((i) => p.difference[i]).sort((a, b) => Math.abs(p.difference[b]) - Math.abs(p.difference[a])).slice(0, 5);
+    const moved = places.filter((i) => Math.abs(p.difference[i] ?? 0) > data.floor).sort((a, b) => Math.abs(p.difference[b]) - Math.abs(p.difference[a])).slice(0, 5);
     const flipped = places.filter((i) => p.signBefore[i] !== null && p.margin[i] !== null && p.signBefore[i] !== p.sign[i]).slice(0, 8);
-    const box = make("div", { class: "columns" });
+    const box = make("div", { class: "columns" }), still = places.filter((i) => p.difference[i] !== null && Math.abs(p.difference[i]) <= data.floor).length;
+    const every = places.filter((i) => p.difference[i] !== null).length;
+    const words = still === every ? "All tokens are practically unchanged" : `${still} of ${every} tokens are practically unchanged`;
+    const says = make("p", { class: "hint", id: "unchanged" }, `${words}: their log margin changed by at most ${number(data.floor, 3)} nats, which the text does not colour.`);
     for (const [name, chosen] of [["Now a support token", gained], ["No longer a support token", lost], ["Changed most", moved], ["Changed the sign of the determinant", flipped]])
       box.append(chosen.length ? tableOf(name, heads, lines(chosen)) : make("p", { class: "hint" }, `${name}: none.`));
-    at("ranking").replaceChildren(box);
+    at("ranking").replaceChildren(says, box);
   };
 
   // ---- plots

@@ -75,10 +75,11 @@ def changes_data(changes: MarginChanges) -> dict[str, Any]:
     return {
         "kind": "changes",
         "k": changes.k,
+        "floor": changes.floor,
         "alphas": DIVERGING_ALPHAS,
         "names": [visible(changes.before), visible(changes.after)],
         "texts": [{"name": f"text {t + 1}" if many else "text", "rows": own} for t, own in sorted(rows.items())],
-        "panels": [_change_panel(entry, place) for place, entry in _placed(changes.layers)],
+        "panels": [_change_panel(entry, place, changes.floor) for place, entry in _placed(changes.layers)],
         "quantities": [asdict(quantity) for quantity in _OF_CHANGES],
     }
 
@@ -125,19 +126,21 @@ def _change_row(change: TokenChange) -> dict[str, Any]:
     row = _row(change.token)
     if change.kind != "same":
         row["c"] = change.kind
+    if change.first:
+        row["f"] = 1
     if change.kind == "replaced" and change.before is not None:
         row["was"] = in_text(change.before)
     return row
 
 
-def _change_panel(entry: LayerChanges, place: int) -> dict[str, Any]:
+def _change_panel(entry: LayerChanges, place: int, floor: float) -> dict[str, Any]:
     both = [(change.before, change.after) for change in entry.tokens]
     columns = {
         "difference": [change.difference for change in entry.tokens],
         "margin": [None if after is None else after.margin for _, after in both],
         "before": [None if before is None else before.margin for before, _ in both],
     }
-    bands = _bands(_OF_CHANGES, columns, [True] * len(both))
+    bands = _bands(_OF_CHANGES, columns, [True] * len(both), floor)
     return {
         "text": place,
         "layer": entry.layer,
@@ -158,7 +161,7 @@ def _change_panel(entry: LayerChanges, place: int) -> dict[str, Any]:
 
 
 def _bands(
-    quantities: Sequence[_Quantity], columns: dict[str, list], counted: Sequence[bool]
+    quantities: Sequence[_Quantity], columns: dict[str, list], counted: Sequence[bool], floor: float = 0.0
 ) -> dict[str, dict[str, Any]]:
     """Of each quantity: its bands, one digit a token, and the ends of its scale, strong and weak."""
     bands, limits = {}, {}
@@ -168,7 +171,7 @@ def _bands(
         if quantity.weak == "diverging":
             end = spread_of(present)
             limits[quantity.name] = _column((end, -end))
-            bands[quantity.name] = _digits(values, counted, lambda value, end=end: diverging_band(value, end))
+            bands[quantity.name] = _digits(values, counted, lambda value, end=end: diverging_band(value, end, floor))
         else:
             ends = limits_of(present, weak_is_high=quantity.weak == "high")
             limits[quantity.name] = _column(ends)

@@ -45,7 +45,9 @@ def changes_renderable(changes: MarginChanges) -> RenderableType:
         named = f"text {entry.text + 1} · layer {entry.layer} · {entry.view} view"
         flips = sum(change.flipped for change in entry.tokens)
         said = f"  mean change {mean} nats over {len(differences)} tokens; {flips} changed the sign of the determinant"
-        parts += [Text(f"\n{named}", style="bold"), Text(said, style="dim"), _change_table(entry)]
+        moved = sum(not changes.unchanged(change) for change in entry.tokens if change.difference is not None)
+        said += f"; {moved or 'none'} by more than {number(changes.floor)} nats" if moved else "; practically unchanged"
+        parts += [Text(f"\n{named}", style="bold"), Text(said, style="dim"), _change_table(changes, entry)]
     head = f"From {visible(changes.before)} to {visible(changes.after)}, {changes.k} support tokens"
     return Group(Text(head, style="bold"), *parts, *_notes(changes.notes))
 
@@ -136,13 +138,14 @@ def _spark(values: Sequence[float], width: int = 24) -> str:
     return "".join(_BLOCKS[BANDS - band(value, limits)] for value in lowest)
 
 
-def _change_table(entry: LayerChanges) -> Table:
+def _change_table(changes: MarginChanges, entry: LayerChanges) -> Table:
     table = _plain_table()
     for head in ("", "token", "before", "after", "change"):
         table.add_column(head, justify="left" if head in ("", "token") else "right")
     for word, chosen in (("gained", entry.gained), ("lost", entry.lost)):
         for change in chosen:
-            table.add_row(word, _name(change), _margin(change.before), _margin(change.after), _difference(change))
+            margins = _margin(change.before), _margin(change.after)
+            table.add_row(word, _name(change), *margins, _difference(changes, change))
     if not table.row_count:
         table.add_row("the same", "support tokens as before", "", "", "")
     return table
@@ -150,12 +153,15 @@ def _change_table(entry: LayerChanges) -> Table:
 
 def _name(change: TokenChange) -> Text:
     was = f" (was {in_table(change.before)})" if change.kind == "replaced" and change.before is not None else ""
-    return Text(f"{in_table(change.token)} at {change.token.position}{was}")
+    first = ", first positions" if change.first else ""
+    return Text(f"{in_table(change.token)} at {change.token.position}{was}{first}")
 
 
 def _margin(token: TokenMargin | None) -> str:
     return "–" if token is None else number(token.margin)
 
 
-def _difference(change: TokenChange) -> str:
-    return change.kind if change.difference is None else signed(change.difference)
+def _difference(changes: MarginChanges, change: TokenChange) -> str:
+    if change.difference is None:
+        return change.kind
+    return "unchanged" if changes.unchanged(change) else signed(change.difference)
