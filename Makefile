@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # No look at the network for a newer version, no advertisement in the log.
 QUIET_ENV := PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_MKDOCS_2_WARNING=1 PYTHONPATH=
 
-.PHONY: help demo test lint format types tests docs constraints clean
+.PHONY: help demo test lint format types tests docs families constraints clean
 .DEFAULT_GOAL := help
 
 help: ## say what each target does
@@ -37,6 +37,9 @@ types: $(VENV)/.ready-dev ## pyright on src
 
 tests: $(VENV)/.ready-dev ## tests and doctests
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS)
+
+families: $(VENV)/.ready-dev ## compare every causal type of transformers with autograd (FAMILIES=--fresh: from nothing)
+	$(TEST_ENV) PYTHONPATH=experiments $(BIN)/python -m families.run $(FAMILIES)
 
 docs: $(VENV)/.ready-dev ## strict build of the site into site/
 	$(QUIET_ENV) $(BIN)/mkdocs build --strict --quiet

@@ -10,7 +10,6 @@ from support_tokens.errors import UnsupportedModelError
 from support_tokens.margins import AttentionState, JacobianBlocks, state_margins
 from support_tokens.models import capture_attention
 from support_tokens.models.architectures import architecture_of, supported_families
-from support_tokens.models.architectures.families import TABLES
 from support_tokens.models.architectures.weights import effective_weight
 from tiny_models import CASES, attention_jacobians, everything_in_float64, left_and_right_padding, tiny_model
 
@@ -60,15 +59,6 @@ def test_a_model_that_computes_norms_in_float32_agrees_to_float32(name: str) -> 
         blocks = JacobianBlocks(state).dense(slice(0, state.length))
         size = max(1.0, float(oracle[layer][real].abs().max()))
         assert_close(blocks[real] / size, oracle[layer][real] / size, rtol=0, atol=1e-6)
-
-
-def test_every_table_has_a_case() -> None:
-    tabled = {model_type for table in TABLES for model_type in table.model_types}
-    assert tabled == {case.model_type for case in CASES.values()}
-
-
-def test_names_of_families_are_unique() -> None:
-    assert len(set(supported_families())) == len(supported_families()) == len(TABLES)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "gemma3", "phi-qk-norm", "olmo2"])

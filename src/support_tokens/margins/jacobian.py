@@ -288,7 +288,8 @@ def _through(z: Tensor, to: Projection, shared: Tensor, factor: _RightFactor) ->
         $z'$, of the shape of z, $l$ `(B, H, n, m, r)` and $r$ `(B, n, r, K)`; r may be 0.
     """
     weight, norm = to.weight, to.norm
-    z = z if to.rotation is None else to.rotation.transpose(z)
+    if to.rotation is not None and not to.norm_last:
+        z = to.rotation.transpose(z)
     along = along_row = None
     if norm is not None:
         heads, width = weight.shape[:2]
@@ -296,6 +297,8 @@ def _through(z: Tensor, to: Projection, shared: Tensor, factor: _RightFactor) ->
             direction = norm.direction.transpose(1, 2)  # (B, H, n, R)
             z = norm.shared_transposed(z) * norm.inverse_scale.transpose(1, 2).unsqueeze(-1)
             z = z - (z @ direction.unsqueeze(-1)) * direction.unsqueeze(-2) / width
+            if to.rotation is not None and to.norm_last:
+                z = to.rotation.transpose(z)
         else:
             # A norm over all heads at once couples them: its rank of one reads the projections of all heads.
             z = z * norm.gain.reshape(heads, 1, 1, width) * norm.inverse_scale[:, None, :, :, None]

@@ -158,17 +158,19 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Projection:
-    """One linearised map from the (normed) embedding to a head: weight, then optional norm, then optional rotation.
+    """One linearised map from the (normed) embedding to a head: weight, then optional norm and rotation.
 
     Args:
         weight: `(heads, R, D)`.
         norm: Jacobian of the norm on the projected vector, separately per head or over all heads at once.
         rotation: Rotary map after the norm.
+        norm_last: Whether the norm, which must act on each head separately, comes after the rotation instead.
     """
 
     weight: Tensor
     norm: NormJacobian | None = None
     rotation: Rotation | None = None
+    norm_last: bool = False
 
     def __post_init__(self) -> None:
         if self.norm is not None and self.norm.centered and not self.norm.per_head:
@@ -176,11 +178,16 @@ class Projection:
                 "norm must act on each head separately or be an RMS norm, received a layer norm over all heads at "
                 "once; use a norm per head."
             )
+        if self.norm_last and (self.norm is None or not self.norm.per_head):
+            raise ArgumentError(
+                "norm must act on each head separately where norm_last is True, received "
+                f"{'none' if self.norm is None else 'a norm over all heads at once'}; leave norm_last False."
+            )
 
     def at(self, positions: Positions) -> "Projection":
         """The map at some query positions."""
         norm, rotation = self.norm and self.norm.at(positions), self.rotation and self.rotation.at(positions)
-        return Projection(self.weight, norm, rotation)
+        return Projection(self.weight, norm, rotation, self.norm_last)
 
     def leaves(self) -> list[Leaf]:
         """Its tensors."""
@@ -190,7 +197,7 @@ class Projection:
         """The same map with other tensors, in the order of `leaves`."""
         weight = next(tensors)
         norm = self.norm and self.norm.with_leaves(tensors)
-        return Projection(weight, norm, self.rotation and self.rotation.with_leaves(tensors))
+        return Projection(weight, norm, self.rotation and self.rotation.with_leaves(tensors), self.norm_last)
 
 
 def leaves_of(part: NormJacobian | Rotation | Projection | None) -> list[Leaf]:

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from support_tokens.errors import ArgumentError, CaptureError, UnsupportedModelError
 from support_tokens.margins import AttentionState
-from support_tokens.models.architectures import architecture_of
+from support_tokens.models.architectures import architecture_of, has_attention
 from support_tokens.models.compat import attention_implementation, set_attention_implementation
 from support_tokens.models.hooks import decoder_blocks
 from support_tokens.models.recorder import LayerRecorder, recomputing
@@ -66,6 +66,12 @@ class AttentionCapture:
             raise UnsupportedModelError(
                 f"layer {repeated[0]} of {self._name} must be a block that stands at one depth, received one at "
                 "several; copy the block."
+            )
+        bare = [index for index in self.layers if not has_attention(self.architecture, blocks[index])]
+        if bare:
+            raise UnsupportedModelError(
+                f"layer {bare[0]} of {self._name} has no attention where a layer with one is required; name one that "
+                f"has a module {self.architecture.attention!r}."
             )
         self._recorders = {index: LayerRecorder(self.architecture, blocks[index], index) for index in self.layers}
         self._grad_outside = False

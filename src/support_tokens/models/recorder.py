@@ -85,12 +85,15 @@ class LayerRecorder(_Recorder):
         for role in ("input_norm", "output_norm", "query_norm", "key_norm"):
             norm: Norm | None = getattr(architecture, role)
             home = attention if role in ("query_norm", "key_norm") else block
-            if norm is not None and (not norm.switch or getattr(home, norm.switch)):
-                self.norms[role] = NormRecorder(norm, home.get_submodule(norm.path), home)
+            if norm is None or (norm.switch and not getattr(home, norm.switch)):
+                continue
+            module = home.get_submodule(norm.path)
+            if not isinstance(module, nn.Identity):
+                self.norms[role] = NormRecorder(norm, module, home)
         self.query_factor = _number(attention, architecture.query_factor)
+        self.value_factor = _number(attention, architecture.value_factor)
         self.residual_factor = _number(block, architecture.residual_factor)
-        switch = architecture.rotation_switch
-        self.rotates = architecture.rotation is not None and (not switch or bool(getattr(attention, switch)))
+        self.rotates = architecture.rotation is not None and _any_holds(attention, architecture.rotation_switch)
         self.options: dict[str, object] = {}
         self.grad_enabled = False
         self.paused = False
@@ -98,8 +101,7 @@ class LayerRecorder(_Recorder):
     @property
     def complete(self) -> bool:
         """Whether a forward pass has been recorded completely."""
-        wanted = ("query", "cos", "sin") if self.rotates else ("query",)
-        wanted += self._projections
+        wanted = ("query", *self._projections)
         return all(name in self.tensors for name in wanted) and all(norm.tensors for norm in self.norms.values())
 
     def clear(self) -> None:
@@ -140,7 +142,12 @@ class LayerRecorder(_Recorder):
                 f"layer {self.index} must write into a cache without empty slots, received a {type(cache).__name__} "
                 "of fixed size; use a DynamicCache."
             )
-        if self.rotates and kwargs.get("position_embeddings") is not None:
+        if self.rotates and "position_embeddings" not in kwargs:
+            raise CaptureError(
+                f"layer {self.index} must receive position_embeddings, since it rotates queries, received none; "
+                "use the class that transformers ships for this model_type."
+            )
+        if self.rotates and kwargs["position_embeddings"] is not None:
             self.tensors["cos"], self.tensors["sin"] = kwargs["position_embeddings"]
 
     def after_projection(self, path: str, layer: nn.Module, _args: tuple, kwargs: dict, _output: Tensor) -> None:
@@ -177,6 +184,13 @@ class LayerRecorder(_Recorder):
             self.tensors["sinks"] = kwargs["s_aux"]
         self.options = {"scaling": kwargs.get("scaling"), "softcap": kwargs.get("softcap")}
         self.grad_enabled = torch.is_grad_enabled()
+
+
+def _any_holds(module: nn.Module, switches: tuple[str, ...]) -> bool:
+    holds = (
+        not getattr(module, s.removeprefix("not ")) if s.startswith("not ") else getattr(module, s) for s in switches
+    )
+    return not switches or any(holds)
 
 
 def _number(module: nn.Module, attribute: str) -> float:

@@ -50,14 +50,15 @@ def attention_state(recorder: LayerRecorder, attention_mask: Tensor | None, wher
         w_q, w_k, w_v, w_o = _weights(recorder, lift, where)
         rotation = _rotation(recorder, lift)
         norm = lambda role: _norm(recorder.norms.get(role), lift, valid)  # noqa: E731
+        late = lambda role: role in recorder.norms and recorder.norms[role].norm.after_rotation  # noqa: E731
         return AttentionState(
             query=real(query, rows),
             key=real(key, seen),
             value=real(value, seen),
             scale=float(query.shape[-1] ** -0.5 if factor is None else factor),  # type: ignore[arg-type]
-            to_query=Projection(w_q * recorder.query_factor, norm("query_norm"), rotation),
-            to_key=Projection(w_k, norm("key_norm"), rotation),
-            to_value=Projection(w_v),
+            to_query=Projection(w_q * recorder.query_factor, norm("query_norm"), rotation, late("query_norm")),
+            to_key=Projection(w_k, norm("key_norm"), rotation, late("key_norm")),
+            to_value=Projection(w_v * recorder.value_factor),
             output=w_o * recorder.residual_factor,
             allowed=allowed,
             valid=valid,
@@ -89,15 +90,19 @@ def _weights(recorder: LayerRecorder, lift: Lift, where: str) -> list[Tensor]:
 
 
 def _rotation(recorder: LayerRecorder, lift: Lift) -> Rotation | None:
-    if not recorder.rotates:
+    if "cos" not in recorder.tensors:
         return None
     style = recorder.architecture.rotation
     cos, sin = lift(recorder.tensors["cos"]), lift(recorder.tensors["sin"])
+    if style == "neighbours_sine_first":
+        sin, cos = (t.repeat_interleave(2, dim=-1) for t in (cos, sin))
     if style == "halves_narrow":
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    elif style == "halves_reversed":
+        sin = -sin
     elif style == "neighbours_narrow":
         cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
-    return Rotation(cos, sin, interleaved=style in ("neighbours", "neighbours_narrow"))
+    return Rotation(cos, sin, interleaved=style is not None and style.startswith("neighbours"))
 
 
 def _norm(recorder: NormRecorder | None, lift: Lift, valid: Tensor | None) -> NormJacobian | None:

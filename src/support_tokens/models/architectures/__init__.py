@@ -1,6 +1,14 @@
 """Architectures as tables: where each family of models keeps projections, norms and rotations."""
 
-__all__ = ["TABLES", "Architecture", "Norm", "architecture_of", "effective_weight", "supported_families"]
+__all__ = [
+    "TABLES",
+    "Architecture",
+    "Norm",
+    "architecture_of",
+    "effective_weight",
+    "has_attention",
+    "supported_families",
+]
 
 from torch import nn
 
@@ -60,9 +68,20 @@ def architecture_of(model: nn.Module) -> Architecture:
                 f"{name} has {attribute} = {found!r} where the formula for {table.family} requires {value!r}; "
                 "use a model without it."
             )
-    for block in decoder_blocks(model):
+    blocks = decoder_blocks(model)
+    attending = [block for block in blocks if not table.hybrid or has_attention(table, block)]
+    for block in attending or blocks:
         _check_paths(name, table, block)
     return table
+
+
+def has_attention(table: Architecture, block: nn.Module) -> bool:
+    """Whether `block` has a module where the table has the attention; in hybrid models some have none."""
+    try:
+        block.get_submodule(table.attention)
+    except AttributeError:
+        return False
+    return True
 
 
 def _check_paths(name: str, table: Architecture, block: nn.Module) -> None:

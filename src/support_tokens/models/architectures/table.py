@@ -5,6 +5,10 @@ __all__ = ["Architecture", "Norm"]
 from dataclasses import dataclass
 from typing import Literal
 
+Rotary = Literal[
+    "halves", "halves_narrow", "halves_reversed", "neighbours", "neighbours_narrow", "neighbours_sine_first"
+]
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -17,6 +21,7 @@ class Norm:
         epsilon: Attribute of the module that holds the epsilon inside the root, or the number where it is fixed.
         heads_first: Whether a norm of query or key receives `(B, H, T, R)` rather than `(B, T, ...)`.
         switch: Attribute of the block or of attention that says whether the norm is there; empty: it always is.
+        after_rotation: Whether a norm of query or key acts on what is rotated already.
     """
 
     path: str
@@ -25,6 +30,7 @@ class Norm:
     epsilon: str | float = "variance_epsilon"
     heads_first: bool = False
     switch: str = ""
+    after_rotation: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,15 @@ class Architecture:
         output_norm: Norm between attention and the residual stream.
         query_norm, key_norm: Norms of query and key before the rotation.
         rotation: Pairs of the rotary map and the layout of its cosines: `halves` (i, i + n/2), `halves_narrow` the same
-            with cosines of width n/2, `neighbours` (2i, 2i + 1), `neighbours_narrow` where the first half of them
-            counts; None for no rotation.
-        rotation_switch: Attribute of attention whose truth says whether this layer rotates; empty: it does.
-        query_factor: Attribute of attention that multiplies the query before it leaves the projection; empty: none.
+            with cosines of width n/2, `halves_reversed` in the other sense; `neighbours` (2i, 2i + 1),
+            `neighbours_narrow` where the first half of the cosines counts, `neighbours_sine_first` with sines before
+            cosines, both of width n/2; None for no rotation.
+        rotation_switch: Attributes of attention of which one must be true, or with `not ` in front false, where a layer
+            rotates; empty: it does. A layer that receives no cosines does not, whatever this says.
+        query_factor, value_factor: Attribute of attention that multiplies the query or the value before it leaves the
+            projection; empty: none.
         residual_factor: Attribute of the block that multiplies what attention adds to the residual stream; empty: none.
+        hybrid: Whether only some blocks have an attention; the others cannot be captured.
         required: Values of the configuration outside of which this table is not exact.
     """
 
@@ -60,8 +70,10 @@ class Architecture:
     output_norm: Norm | None = None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
-    rotation: Literal["halves", "halves_narrow", "neighbours", "neighbours_narrow"] | None = "halves"
-    rotation_switch: str = ""
+    rotation: Rotary | None = "halves"
+    rotation_switch: tuple[str, ...] = ()
     query_factor: str = ""
+    value_factor: str = ""
     residual_factor: str = ""
+    hybrid: bool = False
     required: tuple[tuple[str, object], ...] = ()
