@@ -166,9 +166,11 @@ def _diagonal(function, x: Tensor) -> Tensor:
     value = function(x)
     batch, length, width = x.shape
     blocks = torch.zeros(batch, length, width, width, dtype=x.dtype)
+    dimensions = torch.arange(width)
     for t in range(length):
-        for d in range(width):
-            # Sequences of a batch do not see each other: one backward pass serves them all.
-            (gradient,) = torch.autograd.grad(value[:, t, d].sum(), x, retain_graph=True)
-            blocks[:, t, d] = gradient[:, t]
+        # Sequences of a batch do not see each other: one backward pass serves them all, and one call all dimensions.
+        seeds = torch.zeros(width, batch, length, width, dtype=x.dtype)
+        seeds[dimensions, :, t, dimensions] = 1
+        (gradients,) = torch.autograd.grad(value, x, seeds, retain_graph=True, is_grads_batched=True)
+        blocks[:, t] = gradients[:, :, t].transpose(0, 1)
     return blocks

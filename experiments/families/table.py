@@ -47,4 +47,5 @@ _HEADS = {
 
 
 def _reason(sentence: str) -> str:
-    return sentence.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    # What to do about it is the same list of families for each.
+    return sentence.partition("; use one of ")[0].replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

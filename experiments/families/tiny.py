@@ -71,12 +71,21 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": None},
+    },
+    "gemma3": {
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lara_mini": {"layer_types": ["linear_attention", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1},
     "phi4_multimodal": {
-        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2},
         "audio_config": {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2},
     },
     "phimoe": {"router_jitter_noise": 0.0},
@@ -137,7 +146,8 @@ def _config(model_type: str) -> PreTrainedConfig:
     special = dict(_SPECIAL.get(model_type, {}))
     text = default.get_text_config(decoder=True)
     if text is not default and "text_config" in default.to_dict():
-        return kind(text_config={**_options(text), **special}, **_TOKENS)
+        outer = {name: special.pop(name) for name in ("vision_config", "audio_config") if name in special}
+        return kind(text_config={**_options(text), **special}, **outer, **_TOKENS)
     return kind(**{**_options(default), **special})
 
 

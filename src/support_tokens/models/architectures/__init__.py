@@ -14,6 +14,7 @@ from torch import nn
 
 from support_tokens.errors import UnsupportedModelError
 from support_tokens.models.architectures.families import TABLES
+from support_tokens.models.architectures.missing import missing_for
 from support_tokens.models.architectures.table import Architecture, Norm
 from support_tokens.models.architectures.weights import effective_weight
 from support_tokens.models.hooks import decoder_blocks
@@ -58,8 +59,8 @@ def architecture_of(model: nn.Module) -> Architecture:
     table = next((t for t in TABLES if config.model_type in t.model_types), None)
     if table is None:
         raise UnsupportedModelError(
-            f"{name} (model_type {config.model_type!r}) is of no family whose attention is read exactly; supported are "
-            f"{', '.join(supported_families())}."
+            f"{name} (model_type {config.model_type!r}) must be of a family whose attention is read exactly, and "
+            f"{missing_for(config.model_type)}; use one of {', '.join(supported_families())}."
         )
     for attribute, value in table.required:
         found = getattr(config, attribute, value)

@@ -155,7 +155,7 @@ TABLES: tuple[Architecture, ...] = (
         rotation_switch=("sliding_window", "force_rope"),
         required=(("rms_norm_eps", None),),
     ),
-    Architecture("Cohere Compass", ("cohere_compass_text",), input_norm=_CENTERED, rotation="neighbours"),
+    Architecture("Cohere Compass", ("cohere_compass_text",), input_norm=_CENTERED),
     Architecture("SmolLM3", ("smollm3",), rotation_switch=("use_rope",)),
     Architecture("StarCoder2", ("starcoder2",), input_norm=_LAYER_NORM),
     Architecture("GPT-OSS", ("gpt_oss",), rotation="halves_narrow"),
@@ -225,6 +225,7 @@ TABLES: tuple[Architecture, ...] = (
         output="Wo",
         input_norm=Norm("attn_norm", centered=True, epsilon="eps"),
     ),
+    Architecture("LaRA mini", ("lara_mini",), query_norm=_QUERY, key_norm=_KEY, hybrid=True),
     Architecture("Jamba", ("jamba",), rotation=None, hybrid=True),
     Architecture("Bamba", ("bamba",), hybrid=True),
     Architecture(
