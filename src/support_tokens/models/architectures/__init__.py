@@ -26,7 +26,7 @@ def supported_families() -> tuple[str, ...]:
 
     Example:
         >>> supported_families()[:3]
-        ('GPT-2', 'GPT-NeoX (Pythia)', 'OPT')
+        ('GPT-2', 'GPT-BigCode (StarCoder)', 'GPT-NeoX (Pythia)')
     """
     return tuple(table.family for table in TABLES)
 

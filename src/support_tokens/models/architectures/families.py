@@ -15,7 +15,7 @@ _QUERY_HEADS, _KEY_HEADS = Norm("q_norm", heads_first=True), Norm("k_norm", head
 TABLES: tuple[Architecture, ...] = (
     Architecture(
         "GPT-2",
-        ("gpt2", "gpt-sw3"),
+        ("gpt2",),
         attention="attn",
         projections=("c_attn",),
         fused="stacked",

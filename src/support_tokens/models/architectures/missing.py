@@ -7,7 +7,7 @@ _LATENT = "its queries, keys and values pass a latent projection with a norm ins
 _SPARSE = "an indexer chooses the keys that each token attends to"
 _OWN = "its attention does not pass through the attention interface of transformers"
 _POST = "it normalises the sum of the residual stream and attention, so that attention adds nothing of its own"
-_NONE = "its blocks have a recurrence in place of attention"
+_NONE = "its blocks use a recurrence instead of attention"
 _SHARED = "its layers share keys and values"
 _SCALED = "it scales queries by their position"
 _BIAS = "a bias that depends on positions is added to its logits"
@@ -43,6 +43,6 @@ def missing_for(model_type: str) -> str:
 
     Example:
         >>> missing_for("rwkv")
-        'its blocks have a recurrence in place of attention'
+        'its blocks use a recurrence instead of attention'
     """
     return _REASONS.get(model_type, "no table describes its attention")
