@@ -48,16 +48,13 @@ def main() -> None:
         for name, html in pages.items():
             path = Path(folder, f"{name}.html")
             path.write_text(html, encoding="utf-8")
-            for kind, width, height in (("wide", 1180, 1180), ("phone", 390, 844)):
-                page = browser.new_page(viewport={"width": width, "height": height}, has_touch=kind == "phone")
-                page.goto(path.as_uri())
-                page.wait_for_selector("html.ready")
-                page.locator("#tokens .support").nth(1).click()
-                page.evaluate(
-                    "window.scrollTo(0, 0)" if kind == "wide" else "document.querySelector('.reading').scrollIntoView()"
-                )
-                keep(page, f"{name}-{kind}")
-                page.close()
+            page = browser.new_page(viewport={"width": 1180, "height": 1180})
+            page.goto(path.as_uri())
+            page.wait_for_selector("html.ready")
+            page.locator("#tokens .support").nth(1).click()
+            page.evaluate("window.scrollTo(0, 0)")
+            keep(page, f"{name}-wide")
+            page.close()
         if chosen.explorer:
             page = browser.new_page(viewport={"width": 1180, "height": 1020})
             page.goto(chosen.explorer)
