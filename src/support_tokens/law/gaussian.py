@@ -22,6 +22,6 @@ def gaussian_log_prob(residual: Tensor, log_scale: Tensor | float) -> Tensor:
         >>> gaussian_log_prob(torch.zeros(3, 2), 0.0)
         tensor([-1.8379, -1.8379, -1.8379])
     """
-    variance = math.exp(2 * log_scale) if isinstance(log_scale, float) else (2 * log_scale).exp()
+    variance = (2 * log_scale).exp() if isinstance(log_scale, Tensor) else math.exp(2 * log_scale)
     constant = residual.shape[-1] * (math.log(2 * math.pi) + 2 * log_scale)
     return -0.5 * (residual.square().sum(-1) / variance + constant)

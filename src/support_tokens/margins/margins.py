@@ -281,4 +281,4 @@ def position_chunks(
     elif chunk_size < 1:
         raise ArgumentError(f"chunk_size must be at least 1, received {chunk_size}; leave it None to choose by memory.")
     chunks = [slice(start, min(start + chunk_size, end)) for start in range(begin, end, chunk_size)]
-    return [positions[:, chunk] for chunk in chunks] if isinstance(positions, Tensor) else chunks
+    return [positions[:, chunk] for chunk in chunks] if isinstance(positions, Tensor) else [*chunks]

@@ -105,7 +105,7 @@ def load_model(
             loaded = AutoModelForCausalLM.from_pretrained(
                 files.source, dtype=_DTYPES[dtype], **weights, **files.options
             )
-    loaded = loaded.to(device=place, dtype=_DTYPES[dtype]).eval()
+    loaded = nn.Module.to(loaded, device=place, dtype=_DTYPES[dtype]).eval()
     if files.adapter is None:
         return loaded, tokenizer
     with _reading(files):
@@ -114,7 +114,7 @@ def load_model(
         adapted = PeftModel.from_pretrained(loaded, files.adapter)
         merge = getattr(adapted.base_model, "merge_and_unload", None)
         if merge is None:
-            kind = next(iter(adapted.peft_config.values())).peft_type
+            kind: Any = next(iter(adapted.peft_config.values())).peft_type
             raise RunFolderError(
                 f"the adapter in '{files.adapter}' must change weights, as LoRA does, received "
                 f"{getattr(kind, 'value', kind)}; pass its base model."

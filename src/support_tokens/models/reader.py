@@ -95,6 +95,7 @@ class MarginReader:
         wanted = self._figures
         dense = blocks.dense(rows) if wanted & _DENSE else None
         heads = blocks.per_head(rows) if "per_head" in wanted else None
+        finite = None
         if dense is not None:
             # A decomposition of NaN is an error, and one text must not end the others.
             finite = dense.isfinite().flatten(-2).all(-1)
@@ -104,7 +105,7 @@ class MarginReader:
             made = values[view] = {}
             if wanted & _MARGIN:
                 made["sign"], made["log_abs_det"] = margins_at(blocks, rows, view)
-            if dense is not None:
+            if dense is not None and finite is not None:
                 matrix = sign * dense + _identity(dense)
                 if "gradient_norm" in wanted:
                     nonzero, _, inverse = slogdet_and_inverse(matrix)

@@ -155,7 +155,7 @@ class _SmartTerm(_Adversary):
             gap = forward.item_mean(divergence(clean, forward.scored(forward.rerun(under).logits)))
             noise = self.size(forward, forward.clean_embeddings()) * by_position(self.slope(gap, climbing[0]))
         found = noise
-        return forward.rerun(lambda x: x + found)
+        return forward.rerun(lambda x: x if found is None else x + found)
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

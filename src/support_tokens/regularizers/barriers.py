@@ -192,8 +192,8 @@ class _ScaleFreeTerm(Term):
         valid = forward.valid(x)
         with full_precision(x):
             state = repulsive_state(x, self.coupling / x.shape[-1] ** 0.5, valid, segments=forward.segments(x.shape[0]))
-            drawn = self._draw(valid) if self.positions else None
-            margins = state_margins(state, positions=drawn)
+            drawn = self._draw(valid) if self.positions else None  # type: ignore[call-arg,arg-type]
+            margins = state_margins(state, positions=drawn)  # type: ignore[arg-type]
             return forward.mean(-margins.log_abs_det / x.shape[-1], margins.valid, valid)
 
     @torch.compiler.disable

@@ -71,10 +71,14 @@ def parse_regularizer(text: str) -> Regularizer:
     return _parse(text) if len(parts) == 1 else Sum(tuple(map(_parse, parts)))
 
 
+def _fields(name: str) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(REGULARIZERS[name])  # type: ignore[arg-type]
+
+
 def _parse(text: str) -> Regularizer:
     name, _, options = text.partition(":")
     name, values = name.strip(), {}
-    types = {field.name: field.type for field in dataclasses.fields(REGULARIZERS[name])} if name in REGULARIZERS else {}
+    types = {field.name: field.type for field in _fields(name)} if name in REGULARIZERS else {}
     for given in filter(None, options.split(",")):
         key, separator, value = given.partition("=")
         key, value = key.strip(), value.strip()
@@ -112,7 +116,7 @@ def regularizer_from_config(config: Mapping) -> Regularizer:
         return Sum(tuple(map(regularizer_from_config, options.get("parts", ()))))
     if not isinstance(name, str) or name not in REGULARIZERS:
         raise ArgumentError(f"a regularizer must be one of {', '.join(REGULARIZERS)}, received {name!r}; choose one.")
-    known = [field.name for field in dataclasses.fields(REGULARIZERS[name])]
+    known = [field.name for field in _fields(name)]
     for key in options:
         if key not in known:
             raise ArgumentError(

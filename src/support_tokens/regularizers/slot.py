@@ -44,7 +44,7 @@ class RegularizerSlot(nn.Module):
         # The instance attribute only, if any: the property behind it would give a function that is no attribute of
         # this model.
         self.original = loss_function_of(model)
-        self.inherited: Callable[..., Tensor] = model.loss_function
+        self.inherited: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
         self.register_load_state_dict_post_hook(self._expect_no_keys)
         self.watcher = ForwardWatcher(site, self._choose, self._change, self._ended)
         self.figures = StepFigures()
@@ -187,7 +187,7 @@ class RegularizerSlot(nn.Module):
         """
         forward = self._waiting_pass(terms)
         forward.targets, forward.num_items, forward.cross_entropy = targets, num_items, cross_entropy
-        forward.adversary = next((term.adversarial for term in self.terms() if hasattr(term, "adversarial")), None)
+        forward.adversary = next((a for term in self.terms() if (a := getattr(term, "adversarial", None))), None)
         self.figures.begin(split=num_items is not None and targets is not None)
         weights = [self._weight(term) if term.has_penalty else None for term in terms]
         # Where another loss takes the place of all of the cross-entropy, the backward pass through it is spared.
@@ -206,7 +206,7 @@ class RegularizerSlot(nn.Module):
             weight = weight if weighted else 1.0
             total = weight * penalty if total is None else total + weight * penalty
         if total is None:
-            total = torch.zeros((), device=self.site.embedding.weight.device)
+            total = torch.zeros((), device=next(self.site.embedding.parameters()).device)
         if cross_entropy is not None:
             self.figures.add(("", "ce"), cross_entropy)
             self.figures.add(("", "total"), total)

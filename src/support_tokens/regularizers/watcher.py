@@ -118,7 +118,7 @@ class ForwardWatcher:
         plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         kind = "" if mask is plain else type(mask).__name__
         inputs = self._inputs or {}
-        self.current = Pass(self._changes(plain), inputs, plain, kind, called.get("position_ids"), self.run)
+        self.current = Pass(self._changes(plain), inputs, plain, kind, called.get("position_ids"), self.run)  # type: ignore[attr-defined]
         self._open = self.current
         if not torch.compiler.is_compiling():
             device = next(self._site.embedding.parameters()).device.type
@@ -149,7 +149,7 @@ class ForwardWatcher:
         opened, self._open = self._open, None
         if self._extra is not None:
             return
-        if opened is not None and opened is self.current and self._captures:
+        if self.current is not None and opened is self.current and self._captures:
             states = {}
             for capture in self._captures.values():
                 states.update(capture.states(self.current.attention_mask))

@@ -4,7 +4,7 @@ __all__ = ["EmbeddingDecay", "EmbeddingScale", "SigmaReparam", "SpectralNorm"]
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ def _tables(site: Decoder) -> list[nn.Embedding]:
     return [module for module in site.causal_model.modules() if isinstance(module, nn.Embedding)]
 
 
-def _attention_matrices(site: Decoder) -> list[nn.Module]:
+def _attention_matrices(site: Decoder) -> list[Any]:
     """Modules inside of attention whose weight is a matrix, each once."""
 
     def found() -> Iterator[nn.Module]:
@@ -214,7 +214,7 @@ def _attention_matrices(site: Decoder) -> list[nn.Module]:
     return matrices
 
 
-def _normalised(matrices: list[nn.Module], seed: int) -> Callable[[], None]:
+def _normalised(matrices: list[Any], seed: int) -> Callable[[], None]:
     with torch.random.fork_rng(devices=[]):  # the power iteration begins with random vectors
         torch.manual_seed(seed)
         for matrix in matrices:

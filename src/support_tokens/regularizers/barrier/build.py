@@ -10,7 +10,7 @@ import torch
 from support_tokens.errors import ArgumentError
 from support_tokens.law import EmbeddingPrior
 from support_tokens.margins import view_sign
-from support_tokens.models import Decoder, execution_device
+from support_tokens.models import Decoder, execution_device, text_config
 from support_tokens.regularizers.barrier.penalties import PENALTIES, Weight
 from support_tokens.regularizers.barrier.sources import AttentionSource, PriorSource
 from support_tokens.regularizers.barrier.term import BarrierTerm
@@ -54,7 +54,7 @@ def barrier_term(
         layers = layer if isinstance(layer, tuple) else (layer,)
         chosen: PriorSource | AttentionSource = AttentionSource(site, watcher, layers, view)
     else:
-        width = site.causal_model.config.get_text_config(decoder=True).hidden_size
+        width = text_config(site.causal_model).hidden_size
         generator = torch.Generator().manual_seed(seed)
         law = EmbeddingPrior(width, min(width, 32) if rank is None else rank, noise_scale, generator=generator)
         # No parameter: the penalty has no normaliser that would keep a learned sigma finite, and FSDP shards no scalar.

@@ -66,7 +66,7 @@ class BarrierTerm(Term):
         """The weight at this step."""
         if isinstance(self.weight, MarginController):
             return self.weight(0)
-        return self._scheduled_weight() if callable(self.weight) else self.weight
+        return self._scheduled_weight() if callable(self.weight) else self.weight  # type: ignore[call-arg,return-value]
 
     @torch.compiler.disable
     def _scheduled_weight(self) -> Tensor:

@@ -235,7 +235,7 @@ class RobustnessReport(Record, kind="support-tokens/robustness", version=2, upgr
         if not self.perturbations or self.perturbations[0].family != "clean":
             raise ArgumentError("The first perturbation of a robustness report must be the clean one, but is not.")
         pairs = itertools.combinations(arms, 2)
-        for what, present, required in (
+        checked: tuple[tuple[str, list[Any], Iterable[Any]], ...] = (
             ("arms", arms, dict.fromkeys(arms)),
             ("perturbations", perturbations, dict.fromkeys(perturbations)),
             ("results", [(r.arm, r.perturbation) for r in self.results], itertools.product(arms, perturbations)),
@@ -251,7 +251,8 @@ class RobustnessReport(Record, kind="support-tokens/robustness", version=2, upgr
                 ((later, earlier, family) for earlier, later in pairs for family in families),
             ),
             *self._parts_of_split(arms, families),
-        ):
+        )
+        for what, present, required in checked:
             if sorted(present) != (wanted := sorted(required)):
                 wrong = set(present) ^ set(wanted) or {key for key, n in Counter(present).items() if n > 1}
                 raise ArgumentError(
