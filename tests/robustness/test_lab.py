@@ -98,7 +98,7 @@ def test_killed_anywhere_it_goes_on_with_what_is_missing_and_ends_in_the_same_by
         trained.append(run.name)
         if len(trained) == 3:
             # As a kill in the middle of making the folder leaves it.
-            run.mkdir(parents=True)
+            run.mkdir(parents=True, exist_ok=True)
             (run / ".versions.json.torn").write_text("{")
             raise Killed
         return train(plan, corpus, arm, run, **options)

@@ -20,6 +20,10 @@ def reproduce(
     runs: Annotated[
         Path | None, typer.Option(help="Folder of trained runs that presets of one plan and corpus share.")
     ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each in a process of its own.")] = 1,
+    shard: Annotated[
+        str | None, typer.Option(help="I/N: train and measure one of N parts of the runs, for job arrays.")
+    ] = None,
 ) -> None:
     """Train, evaluate and compare the arms of a preset; the same command again does only what is missing."""
     from rich.console import Console
@@ -33,7 +37,10 @@ def reproduce(
 
     folder = Path("runs") / f"reproduce-{Path(preset).stem}" if output is None else output
     with interruptible("interrupted; the same command again continues from the last good state.", always=True):
-        result = run(load_preset(preset), folder, data=data, seeds=seeds, runs=runs)
+        result = run(load_preset(preset), folder, data=data, seeds=seeds, runs=runs, workers=workers, shard=shard)
+    if result is None:
+        print(f"Shard {shard} is finished; after all shards, the same command without --shard makes the tables.")
+        return
     console = Console()
     console.print(Text(headline(result.report), style="bold"), highlight=False)
     if result.rows:

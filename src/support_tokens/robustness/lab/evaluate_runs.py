@@ -1,10 +1,12 @@
 r"""Evaluation of finished runs of SmallGPT on held-out text, clean and under perturbations, in bits per character."""
 
-__all__ = ["evaluate_runs"]
+__all__ = ["evaluate_runs", "measure_runs"]
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,11 @@ from support_tokens.robustness.comparison import ArmDetails, compare
 from support_tokens.robustness.evaluate import LazyModels, measure_arms
 from support_tokens.robustness.lab.runs import TrainedRun, by_label, corpus_of, open_run
 from support_tokens.robustness.lab.windows import held_out_windows, progress_bar, say_expected
-from support_tokens.robustness.measure import EvaluationData
-from support_tokens.robustness.perturbations.set import chosen_perturbations
+from support_tokens.robustness.measure import EvaluationData, Measurement
+from support_tokens.robustness.perturbations.set import PerturbationSet, chosen_perturbations
 from support_tokens.robustness.perturbations.text import DomainShift
 from support_tokens.robustness.structure import measure_structure
-from support_tokens.training import load_corpus, plan_from_config, read_result
+from support_tokens.training import Corpus, load_corpus, plan_from_config, read_result
 
 _MARGIN_WINDOWS = 16
 _STRUCTURE_WINDOWS = 8
@@ -68,34 +70,11 @@ def evaluate_runs(
         DataError: The corpus cannot be read or has changed since training.
         RunFolderError: A folder holds no finished run.
     """
-    if not folders:
-        raise ArgumentError("At least one run folder is required for an evaluation, received none; train one first.")
-    runs = [open_run(folder) for folder in folders]
-    arms = by_label(runs)
-    first = runs[0]
-    corpus = corpus_of(first, data)
-    _, tokenizer = load_small_gpt(first.folder)
+    inputs = _Inputs.of(folders, data, sequences, sigmas, seed, families, others)
+    measured = inputs.measure(cache, progress)
+    arms, models, tokenizer, windows = inputs.arms, inputs.models, inputs.tokenizer, inputs.data.input_ids
+    first, corpus, texts = inputs.first, inputs.corpus, inputs.texts
     context = int(first.config["plan"]["context"])
-    corpus.require(context)
-    windows = held_out_windows(encode(tokenizer, corpus.test), context, sequences)
-    held_out = EvaluationData(windows, characters=1)
-    texts = [
-        DomainShift.of(
-            name, held_out_windows(encode(tokenizer, load_corpus(name, context).test), context, len(windows))
-        )
-        for name in others
-    ]
-    chosen = chosen_perturbations(families, sigmas, seed=seed, others=texts)
-    models = {label: LazyModels(_load, of_arm) for label, of_arm in arms.items()}
-    with progress_bar(enabled=progress) as bar:
-        measured = measure_arms(
-            models,
-            held_out,
-            chosen,
-            cache=None if cache is None else Path(cache),
-            progress=bar,
-            expect=say_expected if progress else None,
-        )
     sentence = encode(tokenizer, _sentence(corpus.test, context)).unsqueeze(0)
     details = {
         label: ArmDetails(
@@ -123,14 +102,97 @@ def evaluate_runs(
         figures = tuple(_structure(arms, rms, first.label, tokenizer, windows[:_STRUCTURE_WINDOWS]))
     return compare(
         measured,
-        held_out,
-        chosen,
+        inputs.data,
+        inputs.perturbations,
         seeds=[run.seed for run in arms[first.label]],
         details=details,
         structure=figures,
         split=split,
         config=config,
     )
+
+
+def measure_runs(
+    folders: Sequence[str | Path],
+    *,
+    cache: str | Path,
+    data: str | None = None,
+    sequences: int = 64,
+    sigmas: Sequence[float] = (0.1, 0.25, 0.5, 1.0),
+    seed: int = 0,
+    families: Sequence[str] = ("noise",),
+    others: Sequence[str] = (),
+    progress: bool = True,
+) -> None:
+    """Measures finished runs into `cache`, where `evaluate_runs` with the same arguments finds them.
+
+    Arguments and errors are those of `evaluate_runs`.
+    """
+    _Inputs.of(folders, data, sequences, sigmas, seed, families, others).measure(cache, progress)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What an evaluation of runs reads."""
+
+    first: TrainedRun
+    arms: Mapping[str, Sequence[TrainedRun]]
+    models: Mapping[str, LazyModels]
+    tokenizer: Any
+    corpus: Corpus
+    data: EvaluationData
+    texts: Sequence[DomainShift]
+    perturbations: PerturbationSet
+
+    @classmethod
+    def of(
+        cls,
+        folders: Sequence[str | Path],
+        data: str | None,
+        sequences: int,
+        sigmas: Sequence[float],
+        seed: int,
+        families: Sequence[str],
+        others: Sequence[str],
+    ) -> "_Inputs":
+        if not folders:
+            raise ArgumentError(
+                "At least one run folder is required for an evaluation, received none; train one first."
+            )
+        runs = [open_run(folder) for folder in folders]
+        arms, first = by_label(runs), runs[0]
+        corpus = corpus_of(first, data)
+        _, tokenizer = load_small_gpt(first.folder)
+        context = int(first.config["plan"]["context"])
+        corpus.require(context)
+
+        def windows(text: str, limit: int) -> Tensor:
+            return held_out_windows(encode(tokenizer, text), context, limit)
+
+        held_out = EvaluationData(windows(corpus.test, sequences), characters=1)
+        texts = [DomainShift.of(name, windows(load_corpus(name, context).test, held_out.sequences)) for name in others]
+        return cls(
+            first,
+            arms,
+            {label: LazyModels(_load, of_arm) for label, of_arm in arms.items()},
+            tokenizer,
+            corpus,
+            held_out,
+            texts,
+            chosen_perturbations(families, sigmas, seed=seed, others=texts),
+        )
+
+    def measure(self, cache: str | Path | None, progress: bool) -> dict[str, list[Measurement]]:
+        """Measures the runs, with a bar."""
+        with progress_bar(enabled=progress) as bar:
+            return measure_arms(
+                self.models,
+                self.data,
+                self.perturbations,
+                cache=None if cache is None else Path(cache),
+                progress=bar,
+                expect=say_expected if progress else None,
+            )
 
 
 def _unknown_elsewhere(tokenizer, texts: Sequence[DomainShift]) -> dict[str, float]:
