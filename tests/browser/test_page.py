@@ -189,7 +189,7 @@ def test_comparison_shows_what_became_and_ceased(show) -> None:
     assert "was ␣cat" in details(page)
     assert "+2.0000" in details(page)
     page.locator("#next").click()
-    assert "Became a support token" in page.locator("#ranking").inner_text()
+    assert "Now a support token" in page.locator("#ranking").inner_text()
     assert watched.complaints == []
     narrow = show(views.changes_html(compare_records(before, after, k=1)), 390)
     assert narrow.page.evaluate("document.documentElement.scrollWidth") == 390
