@@ -27,6 +27,7 @@ from support_tokens.models import (
     character_tokenizer,
     encode,
     quiet_transformers,
+    save_trainer_checkpoint,
     torch_threads,
     unknown_rate,
 )
@@ -292,7 +293,7 @@ def _run(trainer: _Trainer, run: RunFolder, *, resume: bool) -> None:
         if trainer.state.global_step and not (run.checkpoints / f"checkpoint-{trainer.state.global_step}").exists():
             # The step was not made, so the weights in memory are those of the last good one; Trainer has no public way
             # to write a checkpoint outside of its loop.
-            trainer._save_checkpoint(trainer.model, trial=None)  # type: ignore[arg-type]
+            save_trainer_checkpoint(trainer)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         sealed = last_sealed_checkpoint(run)
         kept = f"the last good checkpoint is '{sealed[0]}'" if sealed else "no step had been made yet"
