@@ -14,7 +14,6 @@ __all__ = [
     "write_text",
 ]
 
-import fcntl
 import json
 import os
 import platform
@@ -175,6 +174,21 @@ LOCK = ".lock"
 """File in a folder that a process holds locked while it works there; it goes with the lock."""
 
 
+def _lock(descriptor: int) -> None:
+    """Locks an open file for this process; `BlockingIOError` where another one has it."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        import msvcrt
+
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise BlockingIOError from error
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 class FolderLock:
     """A folder that one process works in: held until it is released, garbage collected, or the process ends.
 
@@ -214,7 +228,7 @@ class FolderLock:
             except OSError as error:
                 raise unwritable(folder, error) from error
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(descriptor)
                 # The last holder deletes the file, so that what was locked may no longer be the one in the folder.
                 if os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
                     break
