@@ -29,14 +29,21 @@ NEED_MORE = {
 """Public names that need an extra."""
 
 BLOCKER = """
-import importlib.abc, sys
+import sys
 
-class Refuse(importlib.abc.MetaPathFinder):
+class Without:
+    # A finder to which the packages are not installed, as they are to a real one: it finds no spec and raises nothing.
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in blocked:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None if name.split(".")[0] in blocked else self.finder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 
 

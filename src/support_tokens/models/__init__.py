@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         execution_device,
         is_replica,
         loss_function_of,
+        recomputing,
         restore_loss_function,
         save_trainer_checkpoint,
     )
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from support_tokens.models.loading import checked_device, find_model, load_config, load_model, load_tokenizer
     from support_tokens.models.margins import model_margins
     from support_tokens.models.reader import MarginReader
-    from support_tokens.models.recorder import recomputing
     from support_tokens.models.small_gpt import (
         build_small_gpt,
         character_tokenizer,
@@ -103,7 +103,7 @@ __getattr__ = lazy_exports(
         "encode": "small_gpt",
         "load_small_gpt": "small_gpt",
         "quiet_transformers": "small_gpt",
-        "recomputing": "recorder",
+        "recomputing": "compat",
         "torch_threads": "small_gpt",
         "unknown_rate": "small_gpt",
         "in_turn": "turns",

@@ -20,9 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from support_tokens.errors import ArgumentError, CaptureError, UnsupportedModelError
 from support_tokens.margins import AttentionState
 from support_tokens.models.architectures import architecture_of, has_attention
-from support_tokens.models.compat import attention_implementation, set_attention_implementation
+from support_tokens.models.compat import attention_implementation, recomputing, set_attention_implementation
 from support_tokens.models.hooks import decoder_blocks
-from support_tokens.models.recorder import LayerRecorder, recomputing
+from support_tokens.models.recorder import LayerRecorder
 from support_tokens.models.states import attention_state
 
 _IMPLEMENTATION = "support_tokens"

@@ -12,6 +12,7 @@ __all__ = [
     "is_patched",
     "is_replica",
     "loss_function_of",
+    "recomputing",
     "restore_loss_function",
     "save_trainer_checkpoint",
     "set_attention_implementation",
@@ -29,6 +30,12 @@ from support_tokens.errors import ArgumentError
 def inside_backward() -> bool:
     """Whether this code runs inside a backward pass of autograd, as recomputation for gradient checkpointing does."""
     return torch._C._current_graph_task_id() != -1
+
+
+def recomputing() -> bool:
+    """Whether this runs inside a backward pass, where gradient checkpointing repeats an earlier forward pass."""
+    # The compiler plans recomputation itself, without running Python.
+    return not torch.compiler.is_compiling() and inside_backward()
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

@@ -1,6 +1,6 @@
 """Hooks that record one layer in a forward pass; they pickle, deep-copy, and ignore recomputation."""
 
-__all__ = ["LayerRecorder", "NormRecorder", "recomputing"]
+__all__ = ["LayerRecorder", "NormRecorder"]
 
 from dataclasses import replace
 from functools import partial
@@ -12,13 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from support_tokens.errors import CaptureError, UnsupportedModelError
 from support_tokens.models.architectures.table import Architecture, Norm
 from support_tokens.models.architectures.weights import effective_weight, on_device, outlives_forward
-from support_tokens.models.compat import inside_backward, is_patched, is_replica
-
-
-def recomputing() -> bool:
-    """Whether this runs inside a backward pass, where gradient checkpointing repeats an earlier forward pass."""
-    # The compiler plans recomputation itself, without running Python.
-    return not torch.compiler.is_compiling() and inside_backward()
+from support_tokens.models.compat import is_patched, is_replica, recomputing
 
 
 class _Recorder:

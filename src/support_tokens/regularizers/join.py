@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from support_tokens.errors import ArgumentError
+from support_tokens._lazy import install_hint
+from support_tokens.errors import ArgumentError, UnsupportedModelError
 from support_tokens.models import Decoder, find_decoder
 from support_tokens.regularizers.base import Term
 from support_tokens.regularizers.slot import SLOT, RegularizerSlot
@@ -21,7 +22,13 @@ def slot_of(model: nn.Module) -> tuple[Decoder, RegularizerSlot]:
     for module in model.modules():
         if isinstance(slot := getattr(module, SLOT, None), RegularizerSlot):
             return slot.site, slot
-    site = find_decoder(model)
+    try:
+        site = find_decoder(model)
+    except ModuleNotFoundError as error:
+        raise UnsupportedModelError(
+            f"model must be a causal language model of transformers, which is not installed, received "
+            f"{type(model).__name__}; run `{install_hint('transformers')}` and load one."
+        ) from error
     return site, RegularizerSlot(site)
 
 
