@@ -141,7 +141,7 @@ def _config(model_type: str) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[model_type]
     try:
         default = kind()
-    except Exception:
+    except Exception:  # some defaults cannot be built; the class alone then says its fields
         default = kind.__new__(kind)
     special = dict(_SPECIAL.get(model_type, {}))
     text = default.get_text_config(decoder=True)
